@@ -111,9 +111,9 @@ class Format:
         return text
 
 
-# Degree 4 leaves an approximation error of 0.24 u in float32, beside almost 4 u from the roundings.  Over all
-# float32 numbers from 2**-13 to 43.66, degree 5 lowers the largest error of t from 1.91 to 1.82 eps and leaves
-# that of s at 2.77 eps: not worth two more operations per element.
+# Degree 4 leaves an approximation error of 0.24 u in float32, beside almost 4 u from the roundings.  A run
+# over every float32 number from 2**-13 to 43.66 (the sweep below takes samples) found that degree 5 lowers the
+# largest error of t from 1.91 to 1.82 eps and leaves that of s at 2.77 eps: not worth two more operations.
 FORMATS = (
     Format("F32", np.float32, 24, 9, 4, 9, 1e-38, 43.6, 2_000_000),
     Format("F64", np.float64, 53, 12, 10, 17, 1e-300, 354.0, 25_000),
@@ -211,7 +211,7 @@ def remez(samples, fixed, degree):
     free = degree + 1 - k
     residual = f - horner(fixed, r) * w if fixed else f
     weight = w * r**k
-    # The optimal error alternates in sign only after that of the weight, which may change at 0, is divided out.
+    # The weight may change its sign at 0; the optimal error alternates once that sign is divided out.
     sign = np.where(weight > 0, 1, -1)
     reference = [round(i * (len(r) - 1) / free) for i in range(free + 1)]
     for _ in range(50):
