@@ -1,0 +1,48 @@
+"""The fused backward pass of an LSTM cell: three gradients in one pass over the data.
+
+`lstm_cell_backward` takes NumPy arrays and returns the gradients of the gate pre-activations, of the previous cell
+state and of the bias, computed by a deterministic Cython/OpenMP kernel, or by an Ascend NPU's own operator.
+"""
+
+from lstmcell_bwd._api import (
+    BIAS_LEAF_ROWS,
+    choose_device,
+    combine_bias,
+    get_isa,
+    get_num_threads,
+    lstm_cell_backward,
+    lstm_cell_backward_part,
+    set_num_threads,
+    use_isa,
+)
+from lstmcell_bwd._types import LSTMCellGradients
+
+from lstmcell_bwd._version import __version__
+from lstmcell_bwd.errors import (
+    InvalidParameterError,
+    LSTMCellError,
+    NPURuntimeError,
+    NPUUnavailableError,
+    NullPointerError,
+    UnsupportedDtypeError,
+)
+
+__all__ = [
+    "BIAS_LEAF_ROWS",
+    "InvalidParameterError",
+    "LSTMCellError",
+    "LSTMCellGradients",
+    "NPURuntimeError",
+    "NPUUnavailableError",
+    "NullPointerError",
+    "UnsupportedDtypeError",
+    "__version__",
+    "choose_device",
+    "combine_bias",
+    "get_isa",
+    "get_num_threads",
+    "lstm_cell_backward",
+    "lstm_cell_backward_part",
+    "set_num_threads",
+    "use_isa",
+]

@@ -1,0 +1,632 @@
+# cython: language_level=3
+"""The public functions on arrays, and the CPU backend: arrays to planes, threads, scratch memory, the call."""
+
+import os
+
+import numpy as np
+
+cimport cython
+cimport numpy as cnp
+from cpython.object cimport PyObject, PyTypeObject
+from cpython.pycapsule cimport PyCapsule_GetPointer
+from libc.stdint cimport uintptr_t
+from libc.stdlib cimport free, getenv, malloc
+from libc.string cimport memcpy, memset
+
+from lstmcell_bwd._arguments cimport (
+    Arguments, check_arguments, checked_storage, nonfinite_is_nan, thread_count,
+)
+
+from lstmcell_bwd import _features, dispatch
+from lstmcell_bwd._arguments import bad_output, wrong_type, wrong_value
+from lstmcell_bwd._types import BiasPart, LSTMCellGradients, LSTMCellPart
+from lstmcell_bwd.errors import InvalidParameterError
+
+include "kernel_abi.pxi"
+
+cnp.import_array()
+
+cdef extern from *:
+    """
+    #include <pthread.h>
+    #include <stdatomic.h>
+    static int lstmcell_forked = 0;
+    static void lstmcell_in_child(void) { lstmcell_forked = 1; }
+    static void lstmcell_watch_fork(void) { pthread_atfork(NULL, NULL, lstmcell_in_child); }
+    """
+    int lstmcell_forked
+    void lstmcell_watch_fork()
+
+cdef extern from "numpy/arrayobject.h":
+    int PyArray_CheckExact(object array)
+    object PyArray_NewFromDescr(PyTypeObject* subtype, cnp.PyArray_Descr* dtype, int nd, const cnp.npy_intp* dims,
+                                const cnp.npy_intp* strides, void* data, int flags, PyObject* parent)
+    PyTypeObject PyArray_Type
+    int NPY_ARRAY_CARRAY
+
+cdef extern from "Python.h":
+    void Py_INCREF(object)
+
+lstmcell_watch_fork()
+
+BIAS_LEAF_ROWS = LEAF_ROWS
+
+cdef enum:
+    LOG_DEBUG = 10      # logging.DEBUG
+
+
+# ---- instruction sets -------------------------------------------------------------------------------------------
+
+cdef KernelTable* kernel = NULL
+cdef str kernel_isa = None
+
+
+def built_isas():
+    """Instruction-set levels that this installation was built with, lowest first.
+
+    Returns
+    -------
+    tuple of str
+    """
+    folder = os.path.dirname(__file__)
+    names = [name for name in os.listdir(folder) if name.startswith("_kernel_")]
+    return tuple(isa for isa in ("baseline", "avx2") if any(name.startswith(f"_kernel_{isa}.") for name in names))
+
+
+def use_isa(name):
+    """Chooses the instruction set of the CPU kernel for this process. Results have the same bits with each.
+
+    Parameters
+    ----------
+    name : {"auto", "baseline", "avx2"}
+        "auto" is the environment variable LSTMCELL_BWD_ISA where it is set, else the highest level that was built
+        and that this CPU runs.
+
+    Raises
+    ------
+    ValueError
+        For an unknown name, for a level that was not built, and for one that this CPU lacks.
+    """
+    global kernel, kernel_isa
+    import importlib
+
+    if not isinstance(name, str):
+        raise wrong_type("isa", "a string", name)
+    source = "isa"
+    built, runnable = built_isas(), _features.runnable_isas()
+    if name == "auto":
+        name = os.environ.get("LSTMCELL_BWD_ISA", "auto")
+        source = "LSTMCELL_BWD_ISA"
+    if name == "auto":
+        name = [isa for isa in built if isa in runnable][-1]
+    if name not in ("baseline", "avx2"):
+        raise wrong_value(source, "one of 'auto', 'baseline', 'avx2'", name)
+    if name not in built:
+        raise wrong_value(source, f"an instruction set that this installation was built with, {built}", name)
+    if name not in runnable:
+        raise wrong_value(source, f"an instruction set that this CPU has, {runnable}", name)
+    capsule = importlib.import_module(f"lstmcell_bwd._kernel_{name}").kernel_table
+    table = <KernelTable*>PyCapsule_GetPointer(capsule, "lstmcell_bwd.kernel_table")
+    if table.version != ABI_VERSION:
+        raise ImportError(f"lstmcell_bwd._kernel_{name} is of another build (version {table.version}, "
+                          f"wanted {ABI_VERSION}): reinstall lstmcell_bwd")
+    kernel = table
+    kernel_isa = name
+
+
+def get_isa():
+    """The instruction set in use.
+
+    Returns
+    -------
+    str
+    """
+    if kernel == NULL:
+        use_isa("auto")
+    return kernel_isa
+
+
+# ---- threads ------------------------------------------------------------------------------------------------------
+
+cdef enum:
+    # Elements (N * H) that one thread should have before a second one pays; measured, see benches/README.md.
+    ELEMENTS_PER_THREAD = 16384
+
+cdef Py_ssize_t threads_set = 0
+cdef object group_quota = False
+
+
+def set_num_threads(num_threads):
+    """Sets the default number of threads for this process.
+
+    Parameters
+    ----------
+    num_threads : int or None
+        At least 1; None restores the rule described under `get_num_threads`.
+    """
+    global threads_set
+    threads_set = 0 if num_threads is None else thread_count(num_threads)
+
+
+cpdef Py_ssize_t get_num_threads() except -1:
+    """The number of threads that a large call uses by default.
+
+    `set_num_threads`, else the environment variable LSTMCELL_BWD_NUM_THREADS, else the OpenMP runtime's limit
+    (OMP_NUM_THREADS, threadpoolctl) or the CPUs that the process may use by affinity and control group, whichever is
+    less. A process that was forked uses one thread: the OpenMP runtime of its parent cannot serve it.
+
+    Returns
+    -------
+    int
+    """
+    global group_quota
+    cdef const char* text
+    if lstmcell_forked:
+        return 1
+    if threads_set > 0:
+        return threads_set
+    text = getenv("LSTMCELL_BWD_NUM_THREADS")
+    if text != NULL and text[0] != 0:
+        try:
+            number = int(text)
+        except ValueError:
+            raise wrong_value("LSTMCELL_BWD_NUM_THREADS", "an integer of at least 1", text.decode()) from None
+        if number < 1:
+            raise wrong_value("LSTMCELL_BWD_NUM_THREADS", "an integer of at least 1", number)
+        return number
+    return min(_features.openmp_threads(), _features.usable_cpus())
+
+
+cdef int choose_threads(object num_threads, Py_ssize_t batch, Py_ssize_t hidden) except -1:
+    """Threads for a call: as many as asked for, or as many as the work pays for."""
+    cdef Py_ssize_t number
+    if num_threads is not None:
+        number = thread_count(num_threads)
+        return 1 if lstmcell_forked else <int>number
+    number = batch * hidden // ELEMENTS_PER_THREAD
+    if number <= 1:
+        return 1
+    return <int>min(number, get_num_threads())
+
+
+# ---- the CPU backend ----------------------------------------------------------------------------------------------
+
+cdef enum:
+    ALIGNMENT = 64
+    # Bytes that a call moves from which on outputs bypass the cache; measured, see benches/README.md.
+    STREAMING_BYTES = 32 * 1024 * 1024
+
+
+cdef object allocate(int axes, Py_ssize_t rows, Py_ssize_t columns, object dtype):
+    """A new array, whose data begins on a 64-byte boundary unless it is small."""
+    cdef cnp.npy_intp dims[2]
+    cdef cnp.npy_intp size
+    cdef cnp.ndarray block, array
+    cdef char* data
+    dims[0], dims[1] = rows, columns
+    if axes == 1:
+        dims[0] = columns
+    size = rows * columns * cnp.PyDataType_ELSIZE(dtype)
+    Py_INCREF(dtype)
+    if size < 4096:
+        return PyArray_NewFromDescr(&PyArray_Type, <cnp.PyArray_Descr*>dtype, axes, dims, NULL, NULL, 0, NULL)
+    size += ALIGNMENT
+    block = cnp.PyArray_EMPTY(1, &size, cnp.NPY_UINT8, 0)
+    data = <char*>((<uintptr_t>cnp.PyArray_DATA(block) + ALIGNMENT - 1) & ~<uintptr_t>(ALIGNMENT - 1))
+    array = PyArray_NewFromDescr(&PyArray_Type, <cnp.PyArray_Descr*>dtype, axes, dims, NULL, data, NPY_ARRAY_CARRAY, NULL)
+    cnp.set_array_base(array, block)
+    return array
+
+
+cdef void set_plane(Plane* plane, object tensor, int block, Storage storage, Py_ssize_t hidden):
+    """Describes an [N, H] operand, or one of the four blocks of an [N, 4H] one."""
+    cdef cnp.ndarray array
+    cdef Py_ssize_t size
+    if tensor is None:
+        plane.data = NULL
+        return
+    array = <cnp.ndarray>tensor
+    size = cnp.PyArray_ITEMSIZE(array)
+    plane.row_stride = cnp.PyArray_STRIDE(array, 0)
+    plane.column_stride = cnp.PyArray_STRIDE(array, 1)
+    plane.data = <char*>cnp.PyArray_DATA(array) + block * hidden * plane.column_stride
+    plane.swapped = not cnp.PyArray_ISNOTSWAPPED(array)
+    if hidden == 1:
+        plane.column_stride = size
+    plane.direct = storage <= STORAGE_FLOAT64 and not plane.swapped and plane.column_stride == size
+
+
+@cython.freelist(8)
+cdef class CPUExecutor:
+    """One prepared call on the CPU. Internal interface of a backend: `workspace_size`, then `run`, once."""
+
+    cdef Call call
+    cdef Arguments arguments
+    cdef object outputs           # keeps the arrays behind the planes alive
+    cdef bint done
+
+    @property
+    def workspace_size(self):
+        """Bytes of scratch memory that `run` needs, of any alignment."""
+        return self.call.scratch_bytes + ALIGNMENT
+
+    @property
+    def threads(self):
+        """Threads that the call uses."""
+        return self.call.threads
+
+    def run(self, workspace, stream=None):
+        """Computes the call in a writable buffer of at least `workspace_size` bytes."""
+        cdef unsigned char[::1] buffer = workspace
+        if self.done:
+            raise InvalidParameterError("`executor` must be unused, got one that has run")
+        if buffer.shape[0] < self.call.scratch_bytes + ALIGNMENT:
+            raise wrong_value("workspace", f"a buffer of at least {self.workspace_size} bytes", buffer.shape[0])
+        self.execute(<char*>&buffer[0])
+
+    cdef void execute(self, char* workspace):
+        self.done = True
+        self.call.scratch = <char*>((<uintptr_t>workspace + ALIGNMENT - 1) & ~<uintptr_t>(ALIGNMENT - 1))
+        with nogil:
+            kernel.run(&self.call)
+
+
+cpdef CPUExecutor prepare(Arguments arguments, object outputs, bint nonfinite_nan=True, object num_threads=None,
+                          Py_ssize_t first_leaf=0, bint partial=False):
+    """Turns checked arguments and allocated outputs into an executor.
+
+    Parameters
+    ----------
+    arguments : Arguments
+    outputs : tuple of (grad_gates, grad_cx, grad_bias)
+        The arrays to write; grad_bias is None without bias and for a part.
+    nonfinite_nan : bool
+    num_threads : int or None
+    first_leaf : int
+        Leaf of the whole batch that row 0 begins.
+    partial : bool
+        Whether the bias stays in the form of tree nodes.
+    """
+    cdef CPUExecutor executor = CPUExecutor.__new__(CPUExecutor)
+    cdef Call* call = &executor.call
+    cdef Storage storage = <Storage>arguments.storage
+    cdef int k
+    grad_gates, grad_cx, grad_bias = outputs
+    if kernel == NULL:
+        use_isa("auto")
+    executor.arguments = arguments
+    executor.outputs = outputs
+    executor.done = False
+    call.storage = storage
+    call.batch = arguments.batch
+    call.hidden = arguments.hidden
+    call.first_leaf = first_leaf
+    call.has_bias = arguments.has_bias
+    call.nonfinite_nan = nonfinite_nan
+    call.in_place = arguments.in_place
+    set_plane(&call.source[0], arguments.grad_hy, 0, storage, call.hidden)
+    set_plane(&call.source[1], arguments.grad_cy, 0, storage, call.hidden)
+    set_plane(&call.source[2], arguments.cx, 0, storage, call.hidden)
+    set_plane(&call.source[3], arguments.cy, 0, storage, call.hidden)
+    call.staged = call.in_place
+    for k in range(GATES):
+        set_plane(&call.source[4 + k], arguments.gates, k, storage, call.hidden)
+        set_plane(&call.target[k], grad_gates, k, storage, call.hidden)
+    set_plane(&call.target[4], grad_cx, 0, storage, call.hidden)
+    call.bias = NULL
+    if call.has_bias and not partial:
+        call.bias = <char*>cnp.PyArray_DATA(grad_bias)
+        call.bias_stride = cnp.PyArray_STRIDE(grad_bias, 0)
+    call.streaming = (not call.in_place and call.batch * call.hidden * 13 * cnp.PyArray_ITEMSIZE(<cnp.ndarray>arguments.cx) >= STREAMING_BYTES)
+    call.staged = call.in_place or call.streaming or not (call.target[0].direct and call.target[4].direct)
+    call.threads = choose_threads(num_threads, call.batch, call.hidden)
+    kernel.plan(call)
+    return executor
+
+
+cdef object run_on_host(CPUExecutor executor):
+    """Runs an executor in scratch memory of its own; returns the nodes of a part's bias."""
+    cdef char* workspace = <char*>malloc(executor.call.scratch_bytes + ALIGNMENT)
+    if workspace == NULL:
+        raise MemoryError(f"no memory for {executor.workspace_size} bytes of scratch")
+    try:
+        executor.execute(workspace)
+        if executor.call.has_bias and executor.call.bias == NULL:
+            return nodes_of(executor)
+    finally:
+        free(workspace)
+
+
+cdef list nodes_of(CPUExecutor executor):
+    """Copies the tree nodes that a part's run left in its scratch memory."""
+    cdef Call* call = &executor.call
+    cdef const Node* pieces = <const Node*>call.scratch
+    cdef Py_ssize_t lanes = 2 if call.storage == STORAGE_FLOAT64 else 1
+    cdef Py_ssize_t size = lanes * GATES * call.hidden
+    cdef const double* nodes = <const double*>(call.scratch + ((call.pieces * sizeof(Node) + 63) & ~<Py_ssize_t>63))
+    cdef Py_ssize_t k, first_row, rows
+    cdef cnp.ndarray sums
+    parts = []
+    for k in range(call.node_count):
+        sums = np.empty((lanes, GATES * call.hidden))
+        memcpy(cnp.PyArray_DATA(sums), nodes + k * size, size * sizeof(double))
+        first_row = (pieces[k].first_leaf - call.first_leaf) * LEAF_ROWS
+        rows = min(call.batch - first_row, <Py_ssize_t>LEAF_ROWS << pieces[k].level)
+        parts.append(BiasPart(pieces[k].first_leaf, pieces[k].level, rows, sums))
+    return parts
+
+
+cdef object gradients(type kind, a, b, c):
+    """A named tuple without the detour through its Python constructor."""
+    return tuple.__new__(kind, (a, b, c))
+
+
+cdef object compute_on_host(type kind, Arguments arguments, object out, bint nonfinite_nan, object num_threads,
+                            Py_ssize_t first_leaf, bint partial):
+    """A checked call on the CPU; allocates the outputs that were not given."""
+    cdef CPUExecutor executor
+    cdef object last = arguments.grad_bias
+    grad_gates = arguments.grad_gates
+    grad_cx = arguments.grad_cx
+    if grad_gates is None:
+        grad_gates = allocate(2, arguments.batch, 4 * arguments.hidden, arguments.dtype)
+    if grad_cx is None:
+        grad_cx = allocate(2, arguments.batch, arguments.hidden, arguments.dtype)
+    if partial:
+        last = []
+    elif last is None and arguments.has_bias:
+        last = allocate(1, 1, 4 * arguments.hidden, arguments.dtype)
+    if arguments.batch > 0 and arguments.hidden > 0:
+        executor = prepare(arguments, (grad_gates, grad_cx, last), nonfinite_nan, num_threads, first_leaf, partial)
+        parts = run_on_host(executor)
+        if partial:
+            last = parts
+    elif arguments.has_bias and not partial:
+        last.fill(0)
+    if out is not None:
+        # An ndarray subclass was computed through its plain view; the caller gets back what was given.
+        grad_gates = grad_gates if out[0] is None else out[0]
+        grad_cx = grad_cx if out[1] is None else out[1]
+        last = last if out[2] is None else out[2]
+    return gradients(kind, grad_gates, grad_cx, last)
+
+
+cdef bint runs_on_cpu(Arguments arguments, object device, object stream) except -1:
+    """The dispatcher's answer; the common cases without a look at Python code."""
+    cdef const char* forced
+    if arguments.on_host and isinstance(device, str) and not dispatch.logger.isEnabledFor(LOG_DEBUG):
+        forced = getenv("LSTMCELL_BWD_DEVICE")
+        if device == "cpu" or (device == "auto" and (forced == NULL or forced[0] == 0)):
+            if stream is not None:
+                raise wrong_value("stream", "None where the CPU computes", stream)
+            return True
+    return dispatch.choose(arguments, device, stream).device == "cpu"
+
+
+# ---- public functions -----------------------------------------------------------------------------------------------
+
+def lstm_cell_backward(grad_hy, grad_cy, cx, cy, gates, has_bias=True, *, out=None, device="auto", num_threads=None,
+                       nonfinite="nan", stream=None):
+    """Gradients of an LSTM cell from its **activated** gates, in one fused and deterministic pass.
+
+    Back-propagates through everything of the cell that follows the two matrix products. With t = tanh(cy)::
+
+        total   = grad_hy * o * (1 - t**2) + grad_cy
+        grad_cx = total * f
+        d_i = total * g  * i * (1 - i)        d_g = total * i * (1 - g**2)
+        d_f = total * cx * f * (1 - f)        d_o = grad_hy * t * o * (1 - o)
+        grad_gates = [d_i, d_f, d_g, d_o]     grad_bias = sum of grad_gates over the batch
+
+    Parameters
+    ----------
+    grad_hy, grad_cy : array_like of shape (N, H), or None
+        Gradients of the cell's outputs hy and cy; None stands for zeros.
+    cx, cy : array_like, shape (N, H)
+        Cell state that entered the cell and cell state that left it.
+    gates : array_like, shape (N, 4*H)
+        Gates after their activation, four blocks of H columns in the order i, f, g, o (input, forget, cell, output;
+        the order of PyTorch, cuDNN, oneDNN and CANN. TensorFlow's block operators have i, c, f, o, ONNX i, o, f, c).
+        Any values are legal; nothing is clamped.
+    has_bias : bool, default True
+        Whether to compute the gradient of the bias.
+    out : tuple of (grad_gates, grad_cx, grad_bias), optional
+        Arrays to write the results to, any of them None to have it allocated. They may have any layout in which no two
+        elements share memory, and may be inputs (in place); where an output overlaps an input only partly, the result
+        is as if the inputs had been copied first. They are overwritten, never added to.
+    device : str, default "auto"
+        "auto" (where the tensors are), "cpu", "npu", "npu:<index>", or "prefer-npu" (the NPU where it can serve this
+        call, else the CPU). The environment variable LSTMCELL_BWD_DEVICE replaces "auto".
+    num_threads : int, optional
+        Threads on the CPU. By default as many as the work pays for, up to `get_num_threads()`.
+    nonfinite : {"nan", "ieee"}
+        "nan", the operator's rule: an output element is NaN if an input element that its formula reads is Inf or NaN.
+        "ieee": plain IEEE arithmetic. For finite inputs both give the same bits. On an NPU the operator's own
+        arithmetic decides.
+    stream : int or torch_npu stream, optional
+        NPU only: the stream to run on. It is awaited before the function returns.
+
+    Returns
+    -------
+    LSTMCellGradients
+        Named tuple (grad_gates, grad_cx, grad_bias) of the shapes (N, 4*H), (N, H) and (4*H,), of the inputs' dtype;
+        grad_bias is None without bias.
+
+    Raises
+    ------
+    NullPointerError
+        If `cx`, `cy` or `gates` is None (also a TypeError).
+    UnsupportedDtypeError
+        If a dtype is not float32, float64, float16 or bfloat16, or not that of the other arrays; if an argument has a
+        type that cannot serve (also a TypeError).
+    InvalidParameterError
+        If a rank, shape, output or option is wrong (also a ValueError).
+    NPUUnavailableError, NPURuntimeError
+        If an NPU was asked for and cannot be used, or failed (also RuntimeErrors).
+    MemoryError
+        If outputs or scratch memory cannot be allocated.
+
+    Notes
+    -----
+    All arrays have one dtype. float16 and bfloat16 are computed in float32 and rounded once; their bias is summed from
+    the unrounded gate gradients. The result has the same bits for every number of threads, instruction set, processor
+    family and memory layout, in place or not. Each element of grad_gates and grad_cx is within 4 units of
+    ``eps * scale`` in float32 and float64, also where `cy` is saturated; `lstmcell_bwd.reference` says what the
+    scale is.
+
+    Nothing is written before all checks have passed. Inputs are never modified unless given as `out`.
+
+    References
+    ----------
+    The operator `aclnnThnnFusedLstmCellBackward` of Ascend CANN, and PyTorch's `_thnn_fused_lstm_cell_backward_impl`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lstmcell_bwd import lstm_cell_backward
+    >>> one = np.ones((1, 8), np.float32)
+    >>> lstm_cell_backward(one, one, one, one, np.ones((1, 32), np.float32)).grad_cx[0, 0].round(4)
+    np.float32(1.42)
+    """
+    cdef Arguments arguments = check_arguments(grad_hy, grad_cy, cx, cy, gates, has_bias, out)
+    cdef bint nonfinite_nan = nonfinite_is_nan(nonfinite)
+    if num_threads is not None:
+        thread_count(num_threads)
+    if runs_on_cpu(arguments, device, stream):
+        return compute_on_host(LSTMCellGradients, arguments, out, nonfinite_nan, num_threads, 0, False)
+    from lstmcell_bwd.npu import op
+
+    return op.lstm_cell_backward(arguments, (grad_hy, grad_cy, cx, cy, gates), out, device, stream)
+
+
+def lstm_cell_backward_part(grad_hy, grad_cy, cx, cy, gates, has_bias=True, *, first_row, out=None, num_threads=None,
+                            nonfinite="nan"):
+    """`lstm_cell_backward` for a run of rows of a larger batch, on the CPU.
+
+    The bias gradient is returned as nodes of the whole batch's summation tree; `combine_bias` turns the nodes of all
+    workers into the bias gradient with exactly the bits of one call on the whole batch.
+
+    Parameters
+    ----------
+    grad_hy, grad_cy, cx, cy, gates, has_bias, num_threads, nonfinite
+        As for `lstm_cell_backward`; N is the number of rows of this run, which ends at a multiple of
+        `BIAS_LEAF_ROWS` rows of the whole batch or at its end.
+    first_row : int
+        Row of the whole batch that this run begins with, a multiple of `BIAS_LEAF_ROWS`.
+    out : tuple of (grad_gates, grad_cx, None), optional
+        As for `lstm_cell_backward`.
+
+    Returns
+    -------
+    LSTMCellPart
+        Named tuple (grad_gates, grad_cx, parts); `parts` is a list of at most 2 log2(N) `BiasPart`, empty without bias.
+
+    Raises
+    ------
+    InvalidParameterError
+        If `first_row` is negative or not a multiple of `BIAS_LEAF_ROWS`; otherwise as `lstm_cell_backward`.
+    """
+    cdef Arguments arguments = check_arguments(grad_hy, grad_cy, cx, cy, gates, has_bias, out)
+    cdef bint nonfinite_nan = nonfinite_is_nan(nonfinite)
+    if isinstance(first_row, (bool, np.bool_)) or not isinstance(first_row, (int, np.integer)):
+        raise wrong_type("first_row", f"an integer multiple of BIAS_LEAF_ROWS = {LEAF_ROWS}", first_row)
+    if first_row < 0 or first_row % LEAF_ROWS:
+        raise wrong_value("first_row", f"a multiple of BIAS_LEAF_ROWS = {LEAF_ROWS}", first_row)
+    if arguments.grad_bias is not None:
+        raise bad_output("grad_bias", "be None for a part of a batch", "an array")
+    if not arguments.on_host:
+        raise wrong_value("device", "the CPU for a part of a batch", "tensors on an NPU")
+    if num_threads is not None:
+        thread_count(num_threads)
+    return compute_on_host(LSTMCellPart, arguments, out, nonfinite_nan, num_threads, first_row // LEAF_ROWS, True)
+
+
+def combine_bias(parts, dtype):
+    """Adds up the bias parts of all workers, in the order that makes it equal to one call on the whole batch.
+
+    Parameters
+    ----------
+    parts : iterable of BiasPart
+        The parts of all runs that `lstm_cell_backward_part` computed, in any order.
+    dtype : dtype
+        The dtype of the data: float32, float64, float16 or bfloat16.
+
+    Returns
+    -------
+    ndarray, shape (4*H,)
+        The gradient of the bias.
+
+    Raises
+    ------
+    InvalidParameterError
+        If there are no parts, if they differ in width, or if together they do not cover the rows of a batch from its
+        first on, each row once.
+    UnsupportedDtypeError
+        If the dtype is not supported or not the one that the parts are for.
+    """
+    cdef Storage storage
+    cdef bint pairs
+    cdef Py_ssize_t width, expected
+    cdef cnp.ndarray left, right, bias
+    dtype = np.dtype(dtype).newbyteorder("=")
+    bias = np.empty(0, dtype)
+    storage = <Storage>checked_storage("dtype", bias)
+    pairs = storage == STORAGE_FLOAT64
+    nodes = sorted(parts, key=lambda part: part.first_leaf)
+    if not nodes:
+        raise wrong_value("parts", "the parts of at least one row", nodes)
+    if kernel == NULL:
+        use_isa("auto")
+    width = nodes[0].sums.shape[-1]
+    expected = 0
+    stack = []
+    for number, part in enumerate(nodes):
+        if part.sums.shape != (1 + pairs, width):
+            raise wrong_value("parts", f"sums of shape {(1 + pairs, width)} for dtype {dtype}", part.sums.shape)
+        if part.first_leaf != expected:
+            raise wrong_value("parts", f"one part that begins at row {expected * LEAF_ROWS}",
+                              f"one that begins at row {part.first_leaf * LEAF_ROWS}")
+        if number < len(nodes) - 1 and part.rows != LEAF_ROWS << part.level:
+            raise wrong_value("parts", f"runs that end at a multiple of BIAS_LEAF_ROWS = {LEAF_ROWS}",
+                              f"{part.rows} rows before the last run")
+        expected += <Py_ssize_t>1 << part.level
+        level, first_leaf = part.level, part.first_leaf
+        sums = np.array(part.sums, np.float64, order="C")
+        while stack and stack[-1][0] == level and (stack[-1][1] >> level) & 1 == 0:
+            _, first_leaf, left = stack.pop()
+            right = sums
+            kernel.merge_nodes(pairs, width, <double*>cnp.PyArray_DATA(left), <const double*>cnp.PyArray_DATA(right))
+            sums = left
+            level += 1
+        stack.append((level, first_leaf, sums))
+    right = stack.pop()[2]
+    while stack:
+        left = stack.pop()[2]
+        kernel.merge_nodes(pairs, width, <double*>cnp.PyArray_DATA(left), <const double*>cnp.PyArray_DATA(right))
+        right = left
+    bias = np.empty(width, dtype)
+    kernel.round_bias(storage, width, <const double*>cnp.PyArray_DATA(right), <char*>cnp.PyArray_DATA(bias),
+                      cnp.PyArray_STRIDE(bias, 0))
+    return bias
+
+
+def choose_device(grad_hy, grad_cy, cx, cy, gates, has_bias=True, *, out=None, device="auto", num_threads=None,
+                  nonfinite="nan", stream=None):
+    """Where `lstm_cell_backward` would run these arguments, and why, without running anything.
+
+    Parameters
+    ----------
+    grad_hy, grad_cy, cx, cy, gates, has_bias, out, device, num_threads, nonfinite, stream
+        The arguments of `lstm_cell_backward`; they are checked in the same way.
+
+    Returns
+    -------
+    device : str
+        "cpu", or "npu:<index>".
+    reason : str
+        A sentence.
+    """
+    cdef Arguments arguments = check_arguments(grad_hy, grad_cy, cx, cy, gates, has_bias, out)
+    nonfinite_is_nan(nonfinite)
+    if num_threads is not None:
+        thread_count(num_threads)
+    return dispatch.choose(arguments, device, stream)

@@ -1,0 +1,707 @@
+# The fused backward pass of an LSTM cell: scalar formulas, one row, one tile, leaves and tree, threads.
+#
+# Notation (the published operator's; batch N, hidden size H)
+#     grad_hy, grad_cy   gradients of the cell's two outputs            [N, H]
+#     cx, cy             cell state that entered and that left the cell [N, H]
+#     i, f, g, o         activated gates, four blocks of H columns      [N, 4H]
+#     t, s               tanh(cy) and 1 - tanh(cy)^2
+#     total              grad_hy * o * s + grad_cy
+#     d_i, d_f, d_g, d_o gradients of the gates' pre-activations        [N, 4H]
+#     grad_cx            total * f                                      [N, H]
+#
+# Design
+# a) One pass. A *tile* is a run of at most RUN_ROWS rows by at most TILE columns. Its inputs are read once, where
+#    they lie or packed into L1; its results leave once, directly or from a stage in L1; its gate gradients are
+#    summed over the run on the way.
+# b) Same bits everywhere. Every multiplication and addition rounds on its own (no contraction, no fma), columns
+#    never mix, and the bias order is fixed by the row index alone: runs of RUN_ROWS rows one after another in the
+#    arithmetic type, run sums one after another in a wider type within a leaf of LEAF_ROWS rows, and a binary tree
+#    in that wider type above the leaves. Threads and column strips only decide who computes which part of it.
+# c) Inf, NaN and |cy| past the range of the plain exponential are rare, so the row that vectorises best does not
+#    treat them: it makes their run sum non-finite. A run whose sum is not finite is computed again with care.
+#    (Every input of the operator enters d_i, d_f or d_o as a factor or a term, and Inf and NaN survive
+#    multiplication and addition; an Inf from overflow only costs the second look.)
+#
+# Arguments are marked IN or OUT. Cython turns `1 - y` into double arithmetic, hence the typed `one`; it also makes
+# the arithmetic type known beside the fused restrict pointers.
+
+from cpython.pycapsule cimport PyCapsule_New
+from cython.parallel cimport parallel, prange, threadid
+from libc.stdint cimport uint16_t, uint32_t, uint64_t
+from libc.string cimport memcpy, memset
+
+include "kernel_abi.pxi"
+
+cdef extern from "simd.h" nogil:
+    ctypedef float* f32_row "lstmcell_f32_out"
+    ctypedef double* f64_row "lstmcell_f64_out"
+    uint32_t bits_f32(float x)
+    float f32_bits(uint32_t u)
+    uint64_t bits_f64(double x)
+    double f64_bits(uint64_t u)
+    uint16_t load16(const char* p, bint swapped)
+    uint32_t load32(const char* p, bint swapped)
+    uint64_t load64(const char* p, bint swapped)
+    float f16_to_f32(uint16_t h)
+    uint16_t f32_to_f16(float x)
+    float bf16_to_f32(uint16_t h)
+    uint16_t f32_to_bf16(float x)
+    void f16_row_to_f32(const char* source, float* target, Py_ssize_t count)
+    void f32_row_to_f16(const float* source, char* target, Py_ssize_t count)
+    void bf16_row_to_f32(const char* source, float* target, Py_ssize_t count)
+    void f32_row_to_bf16(const float* source, char* target, Py_ssize_t count)
+    float f64_to_f32_odd(double x)
+    void stream_bytes(char* target, const char* source, Py_ssize_t count)
+    void stream_fence()
+    uint64_t fp_state_enter()
+    void fp_state_leave(uint64_t before)
+
+# Constants of the exponential, derived and checked by tools/derive_tanh.py.
+cdef extern from *:
+    """
+    static const float F32_LOG2E = 1.44269502e+00f;
+    static const float F32_LN2_HI = 6.93145752e-01f;
+    static const float F32_LN2_LO = 1.42860677e-06f;
+    static const float F32_Q0 = 5.00000000e-01f;
+    static const float F32_Q1 = 1.66665480e-01f;
+    static const float F32_Q2 = 4.16668244e-02f;
+    static const float F32_Q3 = 8.36611539e-03f;
+    static const float F32_Q4 = 1.39010290e-03f;
+    static const double F64_LOG2E = 1.4426950408889634e+00;
+    static const double F64_LN2_HI = 6.9314718056011770e-01;
+    static const double F64_LN2_LO = -1.7239444525614835e-13;
+    static const double F64_Q0 = 5.0000000000000000e-01;
+    static const double F64_Q1 = 1.6666666666666677e-01;
+    static const double F64_Q2 = 4.1666666666666685e-02;
+    static const double F64_Q3 = 8.3333333333217383e-03;
+    static const double F64_Q4 = 1.3888888888889278e-03;
+    static const double F64_Q5 = 1.9841269885468928e-04;
+    static const double F64_Q6 = 2.4801587291573997e-05;
+    static const double F64_Q7 = 2.7557245071969934e-06;
+    static const double F64_Q8 = 2.7557317669413869e-07;
+    static const double F64_Q9 = 2.5108698620984268e-08;
+    static const double F64_Q10 = 2.0897607825924947e-09;
+    """
+    const float F32_LOG2E, F32_LN2_HI, F32_LN2_LO, F32_Q0, F32_Q1, F32_Q2, F32_Q3, F32_Q4
+    const double F64_LOG2E, F64_LN2_HI, F64_LN2_LO
+    const double F64_Q0, F64_Q1, F64_Q2, F64_Q3, F64_Q4, F64_Q5, F64_Q6, F64_Q7, F64_Q8, F64_Q9, F64_Q10
+
+ctypedef fused real_t:
+    float
+    double
+
+ctypedef fused row_t:
+    f32_row
+    f64_row
+
+
+# ---- scalar formulas ------------------------------------------------------------------------------------------
+
+cdef inline real_t magic(real_t one) noexcept nogil:
+    """Adding it rounds to an integer, which the last bits of the sum then hold: 1.5 * 2^(digits - 1)."""
+    return <real_t>12582912 if real_t is float else <real_t>6755399441055744
+
+
+cdef inline real_t power_of_two(real_t minus_exponent_and_magic) noexcept nogil:
+    """2^-n from n + magic, for n from 0 to one above the largest exponent (which gives 0)."""
+    if real_t is float:
+        return f32_bits((<uint32_t>(127 + 0x4b400000) - bits_f32(minus_exponent_and_magic)) << 23)
+    else:
+        return f64_bits((<uint64_t>(1023 + 0x4338000000000000) - bits_f64(minus_exponent_and_magic)) << 52)
+
+
+cdef inline real_t with_sign(real_t magnitude, real_t sign) noexcept nogil:
+    if real_t is float:
+        return f32_bits((bits_f32(magnitude) & 0x7fffffffu) | (bits_f32(sign) & 0x80000000u))
+    else:
+        return f64_bits((bits_f64(magnitude) & 0x7fffffffffffffffu) | (bits_f64(sign) & 0x8000000000000000u))
+
+
+cdef inline real_t exponential_minus_one(real_t r) noexcept nogil:
+    """exp(r) - 1 for |r| <= ln(2) / 2, from r + r^2 Q(r)."""
+    cdef real_t q
+    if real_t is float:
+        q = F32_Q4
+        q = q * r + F32_Q3
+        q = q * r + F32_Q2
+        q = q * r + F32_Q1
+        q = q * r + F32_Q0
+    else:
+        q = F64_Q10
+        q = q * r + F64_Q9
+        q = q * r + F64_Q8
+        q = q * r + F64_Q7
+        q = q * r + F64_Q6
+        q = q * r + F64_Q5
+        q = q * r + F64_Q4
+        q = q * r + F64_Q3
+        q = q * r + F64_Q2
+        q = q * r + F64_Q1
+        q = q * r + F64_Q0
+    return r + (r * r) * q
+
+
+cdef inline void tanh_pair(real_t cy, real_t one, bint careful,
+                           real_t* t, real_t* s, real_t* s_last) noexcept nogil:
+    """tanh(cy) and 1 - tanh(cy)^2 from one evaluation of the exponential, neither by cancellation.
+
+    With E = exp(-2|cy|), tanh|cy| = (1 - E) / (1 + E) and 1 - tanh^2 = 4E / (1 + E)^2. E = 2^-n (1 + p) with
+    p = exp(r) - 1 for the remainder r, so E - 1 = 2^-n p + (2^-n - 1) keeps all its digits near 0.
+
+    Careful: any cy. 1 - tanh^2 is s * s_last, where s_last is the power of two that E has below the normal
+    numbers; it is applied last, so that a large gradient keeps its digits. |cy| is taken as at most 100 (800 in
+    float64): there s_last is already 0. NaN stays NaN.
+    Otherwise: |cy| up to 43.5 (354 in float64), where s_last is 1; above that, and for Inf and NaN, both are NaN.
+    """
+    cdef real_t x = with_sign(cy, one) + with_sign(cy, one)
+    cdef real_t limit, last_exponent, n, r, p, scale, e, e_minus_one, d, q, nan
+    if real_t is float:
+        limit = <real_t>200 if careful else <real_t>87
+        last_exponent = <real_t>126
+        nan = f32_bits(0x7fc00000u)
+    else:
+        limit = <real_t>1600 if careful else <real_t>708
+        last_exponent = <real_t>1022
+        nan = f64_bits(0x7ff8000000000000u)
+    if careful:
+        x = limit if x > limit else x
+    if real_t is float:
+        n = (x * F32_LOG2E + magic(one)) - magic(one)
+        r = (n * F32_LN2_HI - x) + n * F32_LN2_LO
+    else:
+        n = (x * F64_LOG2E + magic(one)) - magic(one)
+        r = (n * F64_LN2_HI - x) + n * F64_LN2_LO
+    p = exponential_minus_one(r)
+    if careful:
+        s_last[0] = n - (last_exponent if n > last_exponent else n)
+        s_last[0] = power_of_two((last_exponent + one if s_last[0] > last_exponent else s_last[0]) + magic(one))
+        n = last_exponent if n > last_exponent else n
+    scale = power_of_two(n + magic(one))
+    p = scale * p
+    e = scale + p
+    e_minus_one = p + (scale - one)
+    d = one + e
+    if not careful:
+        d = d if x <= limit else nan
+    q = one / d
+    t[0] = with_sign(e_minus_one * q, cy)
+    s[0] = ((<real_t>4 * e) * q) * q
+
+
+cdef inline void cell(real_t grad_hy, real_t grad_cy, real_t cx, real_t cy, real_t i, real_t f, real_t g, real_t o,
+                      real_t one, bint careful,
+                      real_t* d_i, real_t* d_f, real_t* d_g, real_t* d_o, real_t* grad_cx) noexcept nogil:
+    """The operator on one element: products from left to right, 1 - g^2 without cancellation."""
+    cdef real_t t, s, s_last, total
+    tanh_pair(cy, one, careful, &t, &s, &s_last)
+    total = grad_hy * o * s
+    if careful:
+        total = total * s_last
+    total = total + grad_cy
+    grad_cx[0] = total * f
+    d_i[0] = total * g * i * (one - i)
+    d_f[0] = total * cx * f * (one - f)
+    d_g[0] = total * i * ((one - g) * (one + g))
+    d_o[0] = grad_hy * t * o * (one - o)
+
+
+cdef inline real_t poison(real_t x) noexcept nogil:
+    """NaN for Inf and NaN, otherwise -0, the one number that changes nothing when it is added."""
+    if real_t is float:
+        return f32_bits(bits_f32(x * <real_t>0) | 0x80000000u)
+    else:
+        return f64_bits(bits_f64(x * <real_t>0) | 0x8000000000000000u)
+
+
+# ---- one row of a tile ------------------------------------------------------------------------------------------
+
+cdef void row_fast(real_t one, Py_ssize_t count,
+                   row_t grad_hy, row_t grad_cy, row_t cx, row_t cy, row_t i, row_t f, row_t g, row_t o,     # IN
+                   row_t d_i, row_t d_f, row_t d_g, row_t d_o, row_t grad_cx,                                # OUT
+                   row_t run) noexcept nogil:                                                                # INOUT
+    """All formulas for `count` columns of one row, and its gate gradients added to the run sums [GATES, TILE]."""
+    cdef Py_ssize_t j
+    cdef real_t a, b, c, d, e
+    for j in range(count):
+        cell(<real_t>grad_hy[j], <real_t>grad_cy[j], <real_t>cx[j], <real_t>cy[j],
+             <real_t>i[j], <real_t>f[j], <real_t>g[j], <real_t>o[j], one, False, &a, &b, &c, &d, &e)
+        d_i[j] = a
+        d_f[j] = b
+        d_g[j] = c
+        d_o[j] = d
+        grad_cx[j] = e
+        run[j] = run[j] + a
+        run[j + TILE] = run[j + TILE] + b
+        run[j + 2 * TILE] = run[j + 2 * TILE] + c
+        run[j + 3 * TILE] = run[j + 3 * TILE] + d
+
+
+cdef void row_careful(real_t one, Py_ssize_t count, bint nonfinite_nan,
+                      row_t grad_hy, row_t grad_cy, row_t cx, row_t cy, row_t i, row_t f, row_t g, row_t o,  # IN
+                      row_t d_i, row_t d_f, row_t d_g, row_t d_o, row_t grad_cx,                             # OUT
+                      row_t run) noexcept nogil:                                                             # INOUT
+    """As `row_fast`, for all inputs there are; with `nonfinite_nan` an Inf that a formula reads gives NaN."""
+    cdef Py_ssize_t j
+    cdef real_t a, b, c, d, e, in_total, in_d_o
+    for j in range(count):
+        cell(<real_t>grad_hy[j], <real_t>grad_cy[j], <real_t>cx[j], <real_t>cy[j],
+             <real_t>i[j], <real_t>f[j], <real_t>g[j], <real_t>o[j], one, True, &a, &b, &c, &d, &e)
+        d_i[j] = a
+        d_f[j] = b
+        d_g[j] = c
+        d_o[j] = d
+        grad_cx[j] = e
+    if nonfinite_nan:
+        for j in range(count):
+            in_d_o = poison(<real_t>grad_hy[j]) + poison(<real_t>cy[j]) + poison(<real_t>o[j])
+            in_total = in_d_o + poison(<real_t>grad_cy[j])
+            d_i[j] = d_i[j] + (in_total + poison(<real_t>g[j]) + poison(<real_t>i[j]))
+            d_f[j] = d_f[j] + (in_total + poison(<real_t>cx[j]) + poison(<real_t>f[j]))
+            d_g[j] = d_g[j] + (in_total + poison(<real_t>i[j]) + poison(<real_t>g[j]))
+            d_o[j] = d_o[j] + in_d_o
+            grad_cx[j] = grad_cx[j] + (in_total + poison(<real_t>f[j]))
+    for j in range(count):
+        run[j] = run[j] + d_i[j]
+        run[j + TILE] = run[j + TILE] + d_f[j]
+        run[j + 2 * TILE] = run[j + 2 * TILE] + d_g[j]
+        run[j + 3 * TILE] = run[j + 3 * TILE] + d_o[j]
+
+
+cdef bint run_is_finite(real_t one, Py_ssize_t count, row_t run) noexcept nogil:
+    """Whether no input of the run was Inf, NaN or past the range of `row_fast` (design note c)."""
+    cdef Py_ssize_t j
+    cdef real_t y
+    cdef uint64_t wide = 0
+    cdef uint32_t narrow = 0
+    for j in range(count):
+        y = run[j] + run[j + TILE] + run[j + 3 * TILE]
+        if real_t is float:
+            narrow |= bits_f32(y - y)
+        else:
+            wide |= bits_f64(y - y)
+    return (narrow == 0) if real_t is float else (wide == 0)
+
+
+# ---- wide sums --------------------------------------------------------------------------------------------------
+#
+# float32 arithmetic is summed in float64. float64 is summed in pairs (high, low): high is the rounded sum, low
+# collects what rounding cut off, found without error by Knuth's two-sum. A pair's lows lie `pair` doubles behind.
+
+cdef inline double cut_off(double a, double b, double total) noexcept nogil:
+    """What rounding cut off in total = a + b (Knuth, The Art of Computer Programming 2, 4.2.2, theorem B)."""
+    cdef double b_seen = total - a
+    return (a - (total - b_seen)) + (b - b_seen)
+
+
+cdef void add_run(real_t one, Py_ssize_t count,
+                  row_t run,                                                                                 # IN
+                  f64_row high, f64_row low) noexcept nogil:                                                 # INOUT
+    """Adds the run sums of one gate to the leaf."""
+    cdef Py_ssize_t j
+    cdef double total
+    for j in range(count):
+        if real_t is float:
+            high[j] = high[j] + <double>run[j]
+        else:
+            total = high[j] + run[j]
+            low[j] = low[j] + cut_off(high[j], run[j], total)
+            high[j] = total
+
+
+cdef void add_wide(bint pairs, Py_ssize_t count,
+                   f64_row left, f64_row left_low,                                                           # INOUT
+                   f64_row right, f64_row right_low) noexcept nogil:                                         # IN
+    """Adds the sums of a right child to its left sibling, which becomes their parent."""
+    cdef Py_ssize_t j
+    cdef double total
+    if not pairs:
+        for j in range(count):
+            left[j] = left[j] + right[j]
+        return
+    for j in range(count):
+        total = left[j] + right[j]
+        left_low[j] = (left_low[j] + right_low[j]) + cut_off(left[j], right[j], total)
+        left[j] = total
+
+
+# ---- into and out of a tile ---------------------------------------------------------------------------------------
+
+cdef void pack_row(real_t one, const Plane* plane, Storage storage, Py_ssize_t row, Py_ssize_t column,
+                   Py_ssize_t count,                                                                         # IN
+                   real_t* target) noexcept nogil:                                                           # OUT
+    """Reads one row segment of any layout, byte order and storage type."""
+    cdef const char* p = plane.data + row * plane.row_stride + column * plane.column_stride
+    cdef Py_ssize_t step = plane.column_stride
+    cdef bint swapped = plane.swapped
+    cdef Py_ssize_t j
+    if real_t is float:
+        if storage == STORAGE_FLOAT16 and step == 2 and not swapped:
+            f16_row_to_f32(p, target, count)
+        elif storage == STORAGE_BFLOAT16 and step == 2 and not swapped:
+            bf16_row_to_f32(p, target, count)
+        elif storage == STORAGE_FLOAT16:
+            for j in range(count):
+                target[j] = f16_to_f32(load16(p + j * step, swapped))
+        elif storage == STORAGE_BFLOAT16:
+            for j in range(count):
+                target[j] = bf16_to_f32(load16(p + j * step, swapped))
+        else:
+            for j in range(count):
+                target[j] = f32_bits(load32(p + j * step, swapped))
+    else:
+        for j in range(count):
+            target[j] = f64_bits(load64(p + j * step, swapped))
+
+
+cdef void unpack_row(real_t one, const Plane* plane, Storage storage, Py_ssize_t row, Py_ssize_t column,
+                     Py_ssize_t count, bint streaming, const real_t* source,                                 # IN
+                     char* halves) noexcept nogil:                                                           # SCRATCH
+    """Writes one row segment from the stage: the one place where staged results leave the tile."""
+    cdef char* p = plane.data + row * plane.row_stride + column * plane.column_stride
+    cdef Py_ssize_t step = plane.column_stride
+    cdef Py_ssize_t size = 2 if storage >= STORAGE_FLOAT16 else sizeof(real_t)
+    cdef bint straight = step == size and not streaming
+    cdef const char* packed = <const char*>source
+    cdef Py_ssize_t j
+    if real_t is float:
+        if storage == STORAGE_FLOAT16:
+            packed = p if straight else halves
+            f32_row_to_f16(source, <char*>packed, count)
+        elif storage == STORAGE_BFLOAT16:
+            packed = p if straight else halves
+            f32_row_to_bf16(source, <char*>packed, count)
+    if packed == p:
+        return
+    if step != size:
+        for j in range(count):
+            memcpy(p + j * step, packed + j * size, size)
+    elif streaming:
+        stream_bytes(p, packed, count * size)
+    else:
+        memcpy(p, packed, count * size)
+
+
+# ---- one tile ---------------------------------------------------------------------------------------------------------
+
+# Buffers of one thread. Rows of a tile are TILE elements apart in `packed` and in `stage`, which hold RUN_ROWS rows
+# for results that may leave only when the run is done, else one.
+ctypedef struct Buffers:
+    char* run          # [GATES, TILE]                  run sums, arithmetic type
+    char* zeros        # [TILE]                         stands for a missing gradient
+    char* packed       # [RUN_ROWS, SOURCES, TILE]      inputs that cannot be read where they lie
+    char* stage        # [RUN_ROWS, TARGETS, TILE]      outputs that cannot be written where they go
+    char* halves       # [TILE]                         a row of float16 or bfloat16 on its way past the cache
+    char* sums         # [depth of the tree][1 + pairs][GATES, strip] float64
+
+
+cdef inline Py_ssize_t padded(Py_ssize_t size) noexcept nogil:
+    return (size + 63) & ~<Py_ssize_t>63
+
+
+cdef inline Py_ssize_t sums_doubles(const Call* call) noexcept nogil:
+    """float64 numbers in the wide sums of one strip."""
+    return (2 if call.storage == STORAGE_FLOAT64 else 1) * GATES * call.strip
+
+
+cdef void compute_row(real_t one, row_t kind, const Call* call, const Buffers* buffers, Py_ssize_t row,
+                      Py_ssize_t slot, Py_ssize_t column, Py_ssize_t count, bint careful) noexcept nogil:
+    """One row of a tile, from the arrays to the arrays or, where staged, to the stage. `slot`: its place there."""
+    cdef real_t* source[SOURCES]
+    cdef real_t* target[TARGETS]
+    cdef const Plane* plane
+    cdef Py_ssize_t k
+    for k in range(SOURCES):
+        plane = &call.source[k]
+        if plane.data == NULL:
+            source[k] = <real_t*>buffers.zeros
+        elif plane.direct:
+            source[k] = <real_t*>(plane.data + row * plane.row_stride + column * plane.column_stride)
+        else:
+            source[k] = <real_t*>buffers.packed + (slot * SOURCES + k) * TILE
+            pack_row(one, plane, call.storage, row, column, count, source[k])
+    for k in range(TARGETS):
+        plane = &call.target[k]
+        if call.staged:
+            target[k] = <real_t*>buffers.stage + (slot * TARGETS + k) * TILE
+        else:
+            target[k] = <real_t*>(plane.data + row * plane.row_stride + column * plane.column_stride)
+    if careful:
+        row_careful(one, count, call.nonfinite_nan, <row_t>source[0], <row_t>source[1], <row_t>source[2],
+                    <row_t>source[3], <row_t>source[4], <row_t>source[5], <row_t>source[6], <row_t>source[7],
+                    <row_t>target[0], <row_t>target[1], <row_t>target[2], <row_t>target[3], <row_t>target[4],
+                    <row_t>buffers.run)
+    else:
+        row_fast(one, count, <row_t>source[0], <row_t>source[1], <row_t>source[2],
+                 <row_t>source[3], <row_t>source[4], <row_t>source[5], <row_t>source[6], <row_t>source[7],
+                 <row_t>target[0], <row_t>target[1], <row_t>target[2], <row_t>target[3], <row_t>target[4],
+                 <row_t>buffers.run)
+
+
+cdef void leave_tile(real_t one, const Call* call, const Buffers* buffers, Py_ssize_t row, Py_ssize_t slot,
+                     Py_ssize_t column, Py_ssize_t count) noexcept nogil:
+    """Writes a staged row to the outputs."""
+    cdef Py_ssize_t k
+    for k in range(TARGETS):
+        unpack_row(one, &call.target[k], call.storage, row, column, count, call.streaming,
+                   <const real_t*>buffers.stage + (slot * TARGETS + k) * TILE, buffers.halves)
+
+
+cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* buffers, Py_ssize_t first_row,
+                       Py_ssize_t rows, Py_ssize_t column, Py_ssize_t count,
+                       double* sums) noexcept nogil:                                                         # INOUT
+    """A run of rows by `count` columns; adds its run sums to the leaf's wide sums from this column on."""
+    cdef bint careful = False
+    cdef bint hold = call.in_place
+    cdef Py_ssize_t r, k
+    cdef real_t* run = <real_t*>buffers.run
+    while True:
+        for k in range(GATES):
+            memset(run + k * TILE, 0, count * sizeof(real_t))
+        for r in range(rows):
+            compute_row(one, kind, call, buffers, first_row + r, r if hold else 0, column, count, careful)
+            if call.staged and not hold:
+                leave_tile(one, call, buffers, first_row + r, 0, column, count)
+        if careful or run_is_finite(one, count, <row_t>run):
+            break
+        careful = True
+    if hold:
+        for r in range(rows):
+            leave_tile(one, call, buffers, first_row + r, r, column, count)
+    if call.has_bias:
+        for k in range(GATES):
+            add_run(one, count, <row_t>(run + k * TILE), sums + k * call.strip, sums + (GATES + k) * call.strip)
+
+
+# ---- leaves, tree and threads -----------------------------------------------------------------------------------------
+
+cdef inline int node_level(Py_ssize_t first_leaf, Py_ssize_t end_leaf, int most) noexcept nogil:
+    """Level of the largest complete node, of at most level `most`, that begins at `first_leaf` and ends by `end_leaf`."""
+    cdef int level = 0
+    while (level < most and (first_leaf >> level) & 1 == 0
+           and first_leaf + (<Py_ssize_t>2 << level) <= end_leaf):
+        level += 1
+    return level
+
+
+cdef inline Py_ssize_t leaves_of(const Call* call) noexcept nogil:
+    return (call.batch + LEAF_ROWS - 1) // LEAF_ROWS
+
+
+cdef void compute_piece(real_t one, row_t kind, const Call* call, const Buffers* buffers, Node piece,
+                        Py_ssize_t first_column, Py_ssize_t columns,
+                        double* node) noexcept nogil:                                                        # OUT
+    """One strip of one piece, a complete node of the tree; its wide sums go to `node` [1 + pairs][GATES, hidden]."""
+    cdef Py_ssize_t size = sums_doubles(call)
+    cdef bint pairs = call.storage == STORAGE_FLOAT64
+    cdef Py_ssize_t depth = 0
+    cdef Py_ssize_t leaf, row, end_row, column, count, k, merged
+    cdef double* sums
+    for leaf in range(piece.first_leaf, piece.first_leaf + (<Py_ssize_t>1 << piece.level)):
+        sums = <double*>buffers.sums + depth * size
+        if call.has_bias:
+            memset(sums, 0, size * sizeof(double))
+        row = (leaf - call.first_leaf) * LEAF_ROWS
+        end_row = min(row + LEAF_ROWS, call.batch)
+        while row < end_row:
+            column = 0
+            while column < columns:
+                count = min(columns - column, <Py_ssize_t>TILE)
+                compute_tile(one, kind, call, buffers, row, min(<Py_ssize_t>RUN_ROWS, end_row - row),
+                             first_column + column, count, sums + column)
+                column += count
+            row += RUN_ROWS
+        if not call.has_bias:
+            continue
+        depth += 1
+        merged = leaf
+        while depth > 1 and merged & 1:
+            depth -= 1
+            sums = <double*>buffers.sums + depth * size
+            add_wide(pairs, GATES * call.strip, sums - size, sums - size + GATES * call.strip,
+                     sums, sums + GATES * call.strip)
+            merged >>= 1
+    if call.has_bias:
+        for k in range((1 + pairs) * GATES):
+            memcpy(node + k * call.hidden + first_column, <double*>buffers.sums + k * call.strip,
+                   columns * sizeof(double))
+
+
+cdef void compute_item(const Call* call, const Node* pieces, double* nodes, Py_ssize_t item,
+                       char* block) noexcept nogil:
+    """One piece by one strip, with a thread's block of scratch memory."""
+    cdef Py_ssize_t width = 8 if call.storage == STORAGE_FLOAT64 else 4
+    cdef Py_ssize_t held = RUN_ROWS if call.in_place else 1
+    cdef Py_ssize_t first_column = item % call.strips * call.strip
+    cdef Py_ssize_t piece = item // call.strips
+    cdef Buffers buffers
+    buffers.run = block
+    buffers.zeros = buffers.run + GATES * TILE * width
+    buffers.packed = buffers.zeros + TILE * width
+    buffers.stage = buffers.packed + held * SOURCES * TILE * width
+    buffers.halves = buffers.stage + held * TARGETS * TILE * width
+    buffers.sums = buffers.halves + TILE * 2
+    if call.source[0].data == NULL or call.source[1].data == NULL:
+        memset(buffers.zeros, 0, TILE * width)
+    if call.storage == STORAGE_FLOAT64:
+        compute_piece(<double>1, <f64_row>NULL, call, &buffers, pieces[piece], first_column,
+                      min(call.strip, call.hidden - first_column), nodes + piece * 2 * GATES * call.hidden)
+    else:
+        compute_piece(<float>1, <f32_row>NULL, call, &buffers, pieces[piece], first_column,
+                      min(call.strip, call.hidden - first_column), nodes + piece * GATES * call.hidden)
+
+
+cdef void plan(Call* call) noexcept nogil:
+    """Cuts the work into pieces and strips for the number of threads, and says how much scratch memory that takes.
+
+    With several threads about four items each, so that a thread that is held up does not hold up the rest.
+    """
+    cdef Py_ssize_t leaves = leaves_of(call)
+    cdef Py_ssize_t end_leaf = call.first_leaf + leaves
+    cdef Py_ssize_t width = 8 if call.storage == STORAGE_FLOAT64 else 4
+    cdef Py_ssize_t held = RUN_ROWS if call.in_place else 1
+    cdef Py_ssize_t items = 4 * call.threads
+    cdef Py_ssize_t leaf = call.first_leaf
+    cdef Py_ssize_t wanted
+    call.piece_level = 0
+    while (leaves >> call.piece_level) > (1 if call.threads == 1 else items):
+        call.piece_level += 1
+    call.pieces = 0
+    while leaf < end_leaf:
+        leaf += <Py_ssize_t>1 << node_level(leaf, end_leaf, call.piece_level)
+        call.pieces += 1
+    call.strip = min(call.hidden, <Py_ssize_t>MOST_STRIP)
+    if call.threads > 1 and call.pieces < items:
+        wanted = (items + call.pieces - 1) // call.pieces
+        call.strip = min(call.strip, max(<Py_ssize_t>LEAST_STRIP, (call.hidden + wanted - 1) // wanted))
+    call.strip = (call.strip + 15) & ~<Py_ssize_t>15
+    call.strips = (call.hidden + call.strip - 1) // call.strip
+    call.threads = <int>min(<Py_ssize_t>call.threads, call.pieces * call.strips)
+    call.nodes_bytes = padded(call.pieces * sizeof(Node))
+    if call.has_bias:
+        call.nodes_bytes += padded(call.pieces * (width // 4) * GATES * call.hidden * sizeof(double))
+    call.thread_bytes = padded((GATES + 1 + held * (SOURCES + TARGETS)) * TILE * width + 2 * TILE)
+    if call.has_bias:
+        call.thread_bytes += padded((call.piece_level + 2) * sums_doubles(call) * sizeof(double))
+    call.scratch_bytes = call.nodes_bytes + call.threads * call.thread_bytes
+
+
+cdef void fold_nodes(Call* call, Node* pieces, double* nodes) noexcept nogil:
+    """Merges sibling nodes until none is left; what remains are at most 2 log2 complete nodes, in order."""
+    cdef bint pairs = call.storage == STORAGE_FLOAT64
+    cdef Py_ssize_t lane = GATES * call.hidden
+    cdef Py_ssize_t size = (1 + pairs) * lane
+    cdef Py_ssize_t kept = 0
+    cdef Py_ssize_t piece
+    cdef double* node
+    for piece in range(call.pieces):
+        if kept != piece:
+            pieces[kept] = pieces[piece]
+            memcpy(nodes + kept * size, nodes + piece * size, size * sizeof(double))
+        kept += 1
+        while (kept > 1 and pieces[kept - 2].level == pieces[kept - 1].level
+               and (pieces[kept - 2].first_leaf >> pieces[kept - 2].level) & 1 == 0):
+            kept -= 1
+            node = nodes + kept * size
+            add_wide(pairs, lane, node - size, node - size + lane, node, node + lane)
+            pieces[kept - 1].level += 1
+    call.node_count = kept
+
+
+cdef void merge_nodes(bint pairs, Py_ssize_t count,
+                      double* left,                                                                          # INOUT
+                      const double* right) noexcept nogil:                                                   # IN
+    """One step of the tree on whole nodes: the left child becomes the parent."""
+    cdef double* other = <double*>right
+    add_wide(pairs, count, left, left + count, other, other + count)
+
+
+cdef void round_bias(Storage storage, Py_ssize_t count, const double* root,                                  # IN
+                     char* bias, Py_ssize_t stride) noexcept nogil:                                          # OUT
+    """Rounds the root of the tree once, to the output's type."""
+    cdef Py_ssize_t j
+    cdef double total
+    cdef float single
+    cdef uint16_t half
+    for j in range(count):
+        total = root[j]
+        if storage == STORAGE_FLOAT64:
+            # Where the sum is Inf the pair's low part is NaN: what was cut off has no value then.
+            if total - total == 0:
+                total = total + root[count + j]
+            memcpy(bias + j * stride, &total, 8)
+        elif storage == STORAGE_FLOAT32:
+            single = <float>total
+            memcpy(bias + j * stride, &single, 4)
+        else:
+            single = f64_to_f32_odd(total)
+            half = f32_to_f16(single) if storage == STORAGE_FLOAT16 else f32_to_bf16(single)
+            memcpy(bias + j * stride, &half, 2)
+
+
+cdef void run_items(Call* call, const Node* pieces, double* nodes) noexcept nogil:
+    """All items, on the calling thread or on a team; each thread with its own scratch and a clean FPU state."""
+    cdef Py_ssize_t items = call.pieces * call.strips
+    cdef char* blocks = call.scratch + call.nodes_bytes
+    cdef Py_ssize_t item
+    cdef uint64_t before = 0
+    if call.threads == 1:
+        for item in range(items):
+            compute_item(call, pieces, nodes, item, blocks)
+        if call.streaming:
+            stream_fence()
+        return
+    with parallel(num_threads=call.threads):
+        before = fp_state_enter()
+        for item in prange(items, schedule="dynamic", chunksize=1):
+            compute_item(call, pieces, nodes, item, blocks + threadid() * call.thread_bytes)
+        if call.streaming:
+            stream_fence()
+        fp_state_leave(before)
+
+
+cdef void run(Call* call) noexcept nogil:
+    """The whole call, as cut by `plan`, in the scratch memory that the caller has provided."""
+    cdef Node* pieces = <Node*>call.scratch
+    cdef double* nodes = <double*>(call.scratch + padded(call.pieces * sizeof(Node)))
+    cdef Py_ssize_t end_leaf = call.first_leaf + leaves_of(call)
+    cdef Py_ssize_t leaf = call.first_leaf
+    cdef Py_ssize_t lane = GATES * call.hidden
+    cdef bint pairs = call.storage == STORAGE_FLOAT64
+    cdef Py_ssize_t piece
+    cdef uint64_t before = fp_state_enter()
+    for piece in range(call.pieces):
+        pieces[piece].first_leaf = leaf
+        pieces[piece].level = node_level(leaf, end_leaf, call.piece_level)
+        leaf += <Py_ssize_t>1 << pieces[piece].level
+    run_items(call, pieces, nodes)
+    if call.has_bias:
+        fold_nodes(call, pieces, nodes)
+        if call.bias != NULL:
+            # The right edge of the tree: where a right child is missing, the left one passes unchanged.
+            for piece in range(call.node_count - 1, 0, -1):
+                merge_nodes(pairs, lane, nodes + (piece - 1) * (1 + pairs) * lane, nodes + piece * (1 + pairs) * lane)
+            round_bias(call.storage, lane, nodes, call.bias, call.bias_stride)
+    fp_state_leave(before)
+
+
+# ---- what the module publishes ------------------------------------------------------------------------------------------
+
+cdef extern from *:
+    """
+    #if defined(__AVX2__)
+    #define LSTMCELL_LANE_BYTES 32
+    #else
+    #define LSTMCELL_LANE_BYTES 16
+    #endif
+    """
+    int LSTMCELL_LANE_BYTES
+
+cdef KernelTable table
+table.version = ABI_VERSION
+table.lane_bytes = LSTMCELL_LANE_BYTES
+table.plan = plan
+table.run = run
+table.merge_nodes = merge_nodes
+table.round_bias = round_bias
+
+kernel_table = PyCapsule_New(&table, "lstmcell_bwd.kernel_table", NULL)

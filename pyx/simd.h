@@ -1,0 +1,182 @@
+/* The few lines of C that Cython cannot say.
+ *
+ * Included by the kernel stubs and by api.pyx; every function is static, so each extension carries the
+ * copies that its own instruction-set flags allow.
+ */
+#ifndef LSTMCELL_BWD_SIMD_H
+#define LSTMCELL_BWD_SIMD_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+#define LSTMCELL_X86 1
+#elif defined(__aarch64__)
+#define LSTMCELL_ARM64 1
+#endif
+
+/* Restrict pointers to elements of any alignment. The vectoriser gives up on plain pointers (too many alias
+ * checks), and an under-aligned element type makes a misaligned row legal C instead of undefined behaviour. */
+typedef float lstmcell_f32 __attribute__((aligned(1), may_alias));
+typedef double lstmcell_f64 __attribute__((aligned(1), may_alias));
+typedef const lstmcell_f32 *restrict lstmcell_f32_in;
+typedef const lstmcell_f64 *restrict lstmcell_f64_in;
+typedef lstmcell_f32 *restrict lstmcell_f32_out;
+typedef lstmcell_f64 *restrict lstmcell_f64_out;
+
+/* ---- bit casts ------------------------------------------------------------------------------------------ */
+
+static inline uint32_t bits_f32(float x) { uint32_t u; memcpy(&u, &x, sizeof u); return u; }
+static inline float f32_bits(uint32_t u) { float x; memcpy(&x, &u, sizeof x); return x; }
+static inline uint64_t bits_f64(double x) { uint64_t u; memcpy(&u, &x, sizeof u); return u; }
+static inline double f64_bits(uint64_t u) { double x; memcpy(&x, &u, sizeof x); return x; }
+
+/* ---- elements in memory of any alignment and byte order --------------------------------------------------- */
+
+static inline uint16_t load16(const char *p, int swapped) {
+    uint16_t u; memcpy(&u, p, sizeof u); return swapped ? __builtin_bswap16(u) : u;
+}
+static inline uint32_t load32(const char *p, int swapped) {
+    uint32_t u; memcpy(&u, p, sizeof u); return swapped ? __builtin_bswap32(u) : u;
+}
+static inline uint64_t load64(const char *p, int swapped) {
+    uint64_t u; memcpy(&u, p, sizeof u); return swapped ? __builtin_bswap64(u) : u;
+}
+
+/* ---- half precision --------------------------------------------------------------------------------------- */
+
+/* float16 to float32, exact. Integer arithmetic without branches, so that it vectorises at every level. */
+static inline float f16_to_f32(uint16_t h) {
+    const uint32_t magnitude = (uint32_t)(h & 0x7fffu) << 13;
+    /* Shifted into place, the exponent is 112 too small; a multiplication by 2^112 mends it, subnormals included. */
+    uint32_t u = bits_f32(f32_bits(magnitude) * f32_bits(0x77800000u));
+    u |= (magnitude >= 0x0f800000u) ? 0x7f800000u : 0u;             /* Inf and NaN keep an all-ones exponent */
+    return f32_bits(u | ((uint32_t)(h & 0x8000u) << 16));
+}
+
+/* float32 to float16, to nearest even; a NaN becomes the quiet NaN of its sign. */
+static inline uint16_t f32_to_f16(float x) {
+    const uint32_t u = bits_f32(x), magnitude = u & 0x7fffffffu;
+    /* Normal results: rebias, then round on the 13 bits that go. The carry may run up into Inf, as it should. */
+    const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    /* Subnormal results: adding 0.5 puts the quantum 2^-24 at the last place; the adder rounds to nearest even. */
+    const uint32_t subnormal = bits_f32(f32_bits(magnitude) + 0.5f) - 0x3f000000u;
+    uint32_t h = magnitude < 0x38800000u ? subnormal : normal;
+    h = magnitude >= 0x477ff000u ? 0x7c00u : h;                     /* 65520 and above, Inf */
+    h = magnitude > 0x7f800000u ? 0x7e00u : h;
+    return (uint16_t)(h | ((u >> 16) & 0x8000u));
+}
+
+static inline float bf16_to_f32(uint16_t h) { return f32_bits((uint32_t)h << 16); }
+
+/* float32 to bfloat16, to nearest even; a NaN becomes the quiet NaN of its sign. */
+static inline uint16_t f32_to_bf16(float x) {
+    const uint32_t u = bits_f32(x);
+    const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    return (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? ((u >> 16) & 0x8000u) | 0x7fc0u : rounded);
+}
+
+/* Whole rows. F16C has instructions for float16; the rest is left to the vectoriser. */
+static inline void f16_row_to_f32(const char *source, float *restrict target, Py_ssize_t count) {
+    Py_ssize_t j = 0;
+#ifdef __F16C__
+    for (; j + 8 <= count; j += 8)
+        _mm256_storeu_ps(target + j, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(source + 2 * j))));
+#endif
+    for (; j < count; j++) target[j] = f16_to_f32(load16(source + 2 * j, 0));
+}
+
+static inline void f32_row_to_f16(const float *restrict source, char *target, Py_ssize_t count) {
+    Py_ssize_t j = 0;
+#ifdef __F16C__
+    for (; j + 8 <= count; j += 8)
+        _mm_storeu_si128((__m128i *)(target + 2 * j), _mm256_cvtps_ph(_mm256_loadu_ps(source + j), 0));
+#endif
+    for (; j < count; j++) { const uint16_t h = f32_to_f16(source[j]); memcpy(target + 2 * j, &h, sizeof h); }
+}
+
+static inline void bf16_row_to_f32(const char *source, float *restrict target, Py_ssize_t count) {
+    for (Py_ssize_t j = 0; j < count; j++) target[j] = bf16_to_f32(load16(source + 2 * j, 0));
+}
+
+static inline void f32_row_to_bf16(const float *restrict source, char *target, Py_ssize_t count) {
+    for (Py_ssize_t j = 0; j < count; j++) {
+        const uint16_t h = f32_to_bf16(source[j]);
+        memcpy(target + 2 * j, &h, sizeof h);
+    }
+}
+
+/* double to float, to odd: the last bit records that something was cut off, so that a second rounding to a half
+ * type has the result of a single one. */
+static inline float f64_to_f32_odd(double x) {
+    float y = (float)x;
+    if (!isfinite(x) || (double)y == x) return y;
+    uint32_t u = bits_f32(y);
+    if (!(u & 1u)) {
+        const int too_large = fabs((double)y) > fabs(x);
+        u = (y == 0.0f) ? (u | 1u) : too_large ? u - 1u : u + 1u;
+    }
+    return f32_bits(u);
+}
+
+/* ---- stores that bypass the cache ------------------------------------------------------------------------- */
+
+/* Copies `count` bytes; whole 64-byte lines of the target are written past the cache where the machine can. */
+static inline void stream_bytes(char *target, const char *source, Py_ssize_t count) {
+#ifdef LSTMCELL_X86
+    const Py_ssize_t head = (Py_ssize_t)(-(uintptr_t)target & 63u);
+    if (count >= head + 64) {
+        memcpy(target, source, (size_t)head);
+        Py_ssize_t b = head;
+        for (; b + 64 <= count; b += 64)
+#ifdef __AVX__
+            for (int k = 0; k < 64; k += 32)
+                _mm256_stream_si256((__m256i *)(target + b + k), _mm256_loadu_si256((const __m256i *)(source + b + k)));
+#else
+            for (int k = 0; k < 64; k += 16)
+                _mm_stream_si128((__m128i *)(target + b + k), _mm_loadu_si128((const __m128i *)(source + b + k)));
+#endif
+        memcpy(target + b, source + b, (size_t)(count - b));
+        return;
+    }
+#endif
+    memcpy(target, source, (size_t)count);
+}
+
+static inline void stream_fence(void) {
+#ifdef LSTMCELL_X86
+    _mm_sfence();
+#endif
+}
+
+/* ---- floating-point state --------------------------------------------------------------------------------- */
+
+/* Sets round-to-nearest, all exceptions masked, no flush-to-zero, and returns what was there before. */
+static inline uint64_t fp_state_enter(void) {
+#if defined(LSTMCELL_X86)
+    const uint64_t before = _mm_getcsr();
+    _mm_setcsr(0x1f80u);
+    return before;
+#elif defined(LSTMCELL_ARM64)
+    uint64_t before;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)0) : "memory");
+    return before;
+#else
+    return 0;
+#endif
+}
+
+static inline void fp_state_leave(uint64_t before) {
+#if defined(LSTMCELL_X86)
+    _mm_setcsr((unsigned)before);
+#elif defined(LSTMCELL_ARM64)
+    __asm__ volatile("msr fpcr, %0" : : "r"(before) : "memory");
+#else
+    (void)before;
+#endif
+}
+
+#endif
