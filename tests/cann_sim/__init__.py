@@ -1,8 +1,8 @@
 """Simulated CANN: stands in for Huawei's NPU software so that an NPU backend can be proved without a chip.
 
-Test equipment, not a product. It was written from public descriptions of CANN and has never been compared with a chip.
-It imitates what a backend sees through ``import acl`` and ctypes, and is stricter than a chip where a chip would crash,
-corrupt memory or be lucky: such things are recorded as *violations*.
+Test equipment, not a product. It was written from public descriptions of CANN and has never been compared
+with a chip. It imitates what a backend sees through ``import acl`` and ctypes, and is stricter than a chip
+where a chip would crash, corrupt memory or be lucky: such things are recorded as *violations*.
 
 A test in this process::
 
@@ -15,21 +15,25 @@ A test in this process::
 
 A test in a process of its own, for what happens at exit, after a fork, or before the first initialisation::
 
-    subprocess.run([sys.executable, ...], env=install.environment(CANN_SIM_REPORT=path, CANN_SIM_SOC="Ascend910B4"))
+    environment = install.environment(CANN_SIM_REPORT=path, CANN_SIM_SOC="Ascend910B4")
+    subprocess.run([sys.executable, "-c", ...], env=environment)
 
-Environment variables, read when the library is loaded and at every ``reset``; the same keys, without the prefix, go to
-``Simulation.configure``:
+Handles and addresses from before a `Simulation.reset` are stale. A backend that keeps streams or memory
+between calls therefore lives inside one ``active`` block, with `Simulation.forget` between its tests.
 
-================================  =====================================================================================
-``CANN_SIM_SOC``                  chip name, default ``Ascend910B1``
-``CANN_SIM_DEVICES``              number of devices, 0 to 8, default 1
-``CANN_SIM_MEMORY``               bytes of memory per device, default 64 GiB
-``CANN_SIM_DEFECT``               0: without the operator's wrong bias for batches of 4095 rows and more
-``CANN_SIM_EAGER``                1: tasks run when they are launched (faults are still reported later)
-``CANN_SIM_INITIALISED``          1: another library has initialised ACL before us
-``CANN_SIM_FAULTS``               ``function:nth:code,...``; see `Simulation.fault`
-``CANN_SIM_REPORT``               file to write the report to (JSON) when the process ends
-================================  =====================================================================================
+Environment variables, read when the library is loaded and at every `Simulation.reset`; most are also settings
+of `Simulation.configure`, in lower case and without the prefix:
+
+========================  ===================================================================================
+``CANN_SIM_SOC``          chip name, default ``Ascend910B1``
+``CANN_SIM_DEVICES``      number of devices, 0 to 8, default 1
+``CANN_SIM_MEMORY``       bytes of memory per device, default 64 GiB
+``CANN_SIM_DEFECT``       0: without the operator's wrong bias for batches of 4095 rows and more
+``CANN_SIM_EAGER``        1: tasks run when they are launched (faults are still reported later)
+``CANN_SIM_INITIALISED``  1: another library has initialised ACL before us
+``CANN_SIM_FAULTS``       ``function:nth:code,...``; see `Simulation.fault`
+``CANN_SIM_REPORT``       file to write the report to (JSON) when the process ends
+========================  ===================================================================================
 """
 
 import contextlib
@@ -43,7 +47,16 @@ import sys
 __all__ = ["Installation", "Simulation", "build"]
 
 _HERE = pathlib.Path(__file__).resolve().parent
-_FLAGS = ["-std=gnu11", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-fPIC", "-shared", "-fvisibility=hidden"]
+_FLAGS = [
+    "-std=gnu11",
+    "-O2",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+]
 # Siblings first; then the lib64 of the installation that a custom package five folders below belongs to.
 _RPATH = "-Wl,-rpath,$ORIGIN:$ORIGIN/../../../../../lib64"
 
@@ -68,8 +81,8 @@ def build(directory, *, operators="libopapi_nn.so", missing=None, old_release=Fa
     old_release : bool
         Leave out ``aclDestroyAclOpExecutor`` and the newer names of pyACL.
     custom : {"default", "environment", None}
-        Add a vendor's ``libcust_opapi.so`` with the operators, below ``opp/vendors`` or in a place of its own that
-        ``ASCEND_CUSTOM_OPP_PATH`` names.
+        Add a vendor's ``libcust_opapi.so`` with the operators, below ``opp/vendors`` or in a place of
+        its own that ``ASCEND_CUSTOM_OPP_PATH`` names.
     share : Installation, optional
         Use the runtime of this installation, so that both can be used in one process.
 
@@ -207,8 +220,9 @@ class Simulation:
         Parameters
         ----------
         function : str
-            Name of the C function (``"aclrtMalloc"`` for ``acl.rt.malloc``; every exported one can fail), or ``"kernel"``
-            for the task itself: it writes nothing, and the next synchronise or copy on the device returns the code.
+            Name of the C function (``"aclrtMalloc"`` for ``acl.rt.malloc``; every exported one can fail), or
+            ``"kernel"`` for the task itself: it writes nothing, and the next synchronise or copy on the
+            device returns the code.
         nth : int
             Which call from now on; -1 means all of them, 0 disarms.
         code : int
@@ -217,7 +231,7 @@ class Simulation:
         self._library.sim_arm_fault(function.encode(), ctypes.c_int64(nth), code)
 
     def thread_state(self):
-        """Return the calling thread's device and context handle, or ``(None, None)``; not counted as a call."""
+        """Return the calling thread's device and context, or ``(None, None)``; not counted as a call."""
         context = ctypes.c_uint64()
         device = self._library.sim_thread_state(ctypes.byref(context))
         return (None, None) if device < 0 else (device, context.value)
@@ -228,9 +242,10 @@ class Simulation:
         Returns
         -------
         dict
-            ``violations`` (sentences), ``calls`` (by C function; ``kernel`` for tasks that ran), ``counters`` (bytes copied
-            by direction, cache hits), ``leaks`` (everything alive now: memory blocks, contexts, streams, tensors,
-            executors, waiting tasks, and `set_device` calls not undone, by device), ``acl_references``.
+            ``violations`` (sentences), ``calls`` (by C function; ``kernel`` for tasks that ran), ``counters``
+            (``h2d_bytes`` and so on, ``cache_hits``), ``leaks`` (what is alive now: ``device_memory`` and
+            ``host_memory`` blocks, numbers of ``contexts``, ``streams``, ``tensors``, ``executors`` and
+            ``waiting_tasks``, and ``set_device`` calls not undone, by device), ``acl_references``.
         """
         address = self._library.sim_report()
         try:

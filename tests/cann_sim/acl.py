@@ -3,7 +3,8 @@
 The C functions do the work; this module reproduces how pyACL hands arguments and results across:
 
 - value(s) first, return code last; a bare code where there is no value; no exception for an ACL failure;
-- sizes and pointers are parsed as C ``unsigned long`` (format ``k``): real Python ints only, wrapped without a check;
+- sizes and pointers are parsed as C ``unsigned long`` (format ``k``): real Python ints only, wrapped without
+  a check;
 - numbers, kinds and policies are parsed as C ``int`` (format ``i``);
 - the GIL is released in the synchronising calls only.
 """
@@ -18,7 +19,7 @@ _LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", 
 _holding_gil = ctypes.PyDLL(_LIBRARY)
 _releasing_gil = ctypes.CDLL(_LIBRARY)
 
-# One letter per C parameter, in C order: k and i are arguments, capitals are results (Pointer, Integer, Unsigned).
+# One letter per C parameter, in C order: k and i are arguments, capitals results (Pointer, Int, Unsigned).
 _FUNCTIONS = {
     "finalize": ("aclFinalize", ""),
     "finalize_reference": ("aclFinalizeReference", "P"),
@@ -50,7 +51,12 @@ _FUNCTIONS = {
     "rt.memcpy_async": ("aclrtMemcpyAsync", "kkkkik"),
     "rt.get_mem_info": ("aclrtGetMemInfo", "iPP"),
 }
-_NEWER = {"finalize_reference", "rt.reset_device_force", "rt.malloc_align32", "rt.ctx_get_current_default_stream"}
+_NEWER = {
+    "finalize_reference",
+    "rt.reset_device_force",
+    "rt.malloc_align32",
+    "rt.ctx_get_current_default_stream",
+}
 _RESULTS = {"P": ctypes.c_uint64, "I": ctypes.c_int32, "U": ctypes.c_uint32}
 
 

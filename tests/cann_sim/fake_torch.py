@@ -1,7 +1,7 @@
 """Stand-ins for torch_npu and its tensors over the simulated CANN. Test equipment, not a product.
 
-Only what a library that takes foreign tensors may look at: pointer, storage, strides, type, device, format, and the
-current stream. torch itself is not imitated.
+Only what a library that takes foreign tensors may look at: pointer, storage, strides, type, device, format,
+and the current stream. torch itself is not imitated.
 """
 
 import types
@@ -90,8 +90,8 @@ FakeNpuTensor.__module__ = _Dtype.__module__ = "torch"
 class FakeTorchNpu(types.ModuleType):
     """The module ``torch_npu``: put it into ``sys.modules`` under that name. ACL must be initialised.
 
-    CANN fact: torch_npu keeps launched work in a queue on the host, and reading ``npu_stream`` is what drains it. A
-    backend that keeps the number of an earlier reading overtakes that work.
+    CANN fact: torch_npu keeps launched work in a queue on the host, and reading ``npu_stream`` is what drains
+    it. A backend that keeps the number of an earlier reading overtakes that work.
 
     Attributes
     ----------

@@ -1,13 +1,15 @@
-/* Simulated CANN (test equipment): libopapi_nn.so (libopapi.so, libcust_opapi.so). The fused LSTM cell operators: their
- * argument checks, workspace sizes and arithmetic, operation for operation. See sim.h for the whole picture.
- * Must be compiled with -ffp-contract=off: the device multiplies and adds in separate instructions. */
+/* Simulated CANN (test equipment): libopapi_nn.so (libopapi.so, libcust_opapi.so). The fused LSTM cell
+ * operators: their argument checks, workspace sizes and arithmetic, operation for operation. See sim.h for
+ * the whole picture. Must be compiled with -ffp-contract=off: the device multiplies and adds in separate
+ * instructions. */
 #include "sim.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* CANN fact: bytes of a vector core's local buffer that one reduction step may fill, and the rows of one copy into it. */
+/* CANN fact: bytes of a vector core's local buffer that one reduction step may fill, and the rows of one copy
+ * into it. */
 enum { LOCAL_FLOATS = 195328 / 4, COPY_ROWS = 4095, MAX_CORES = 48 };
 static const uint64_t LIBRARY_BYTES = 16ull << 20;
 
@@ -70,8 +72,8 @@ static void write_floats(const SimTensor *t, float *values, int64_t rows, int64_
     free(values);
 }
 
-/* CANN fact: clipped to +-8.8, then (E - 1) / (E + 1). Near zero it loses digits, from 8.67 on it is exactly 1.
- * Written so that a NaN survives the clip, which is not settled. */
+/* CANN fact: clipped to +-8.8, then (E - 1) / (E + 1). Near zero it loses digits, from 8.67 on it is
+ * exactly 1. Written so that a NaN survives the clip, which is not settled. */
 static float clipped_tanh(float x)
 {
     x = x > 8.8f ? 8.8f : x;
@@ -99,7 +101,8 @@ enum { GRAD_HY, GRAD_C, CX, CY, STORAGE, GRAD_GATES, GRAD_CX, GRAD_BIAS, BACKWAR
 
 static int check_backward(SimTensor *const *t, bool has_bias)
 {
-    static const char *const names[] = {"gradHy", "gradC", "cx", "cy", "storage", "gradGates", "gradCx", "gradBias"};
+    static const char *const names[] = {"gradHy",  "gradC",     "cx",     "cy",
+                                        "storage", "gradGates", "gradCx", "gradBias"};
     /* CANN fact: all eight, the two called optional and the unused bias included. */
     for (int i = 0; i < BACKWARD_TENSORS; i++)
         if (!t[i])
@@ -107,13 +110,14 @@ static int check_backward(SimTensor *const *t, bool has_bias)
     for (int i = 0; i < BACKWARD_TENSORS; i++)
         if ((t[i]->dtype != ACL_FLOAT && t[i]->dtype != ACL_FLOAT16) || t[i]->dtype != t[0]->dtype)
             return sim_fail(ACLNN_PARAM_INVALID, "%s has data type %d", names[i], t[i]->dtype);
-    int64_t batch = t[0]->dim_count == 2 ? t[0]->dims[0] : 0, hidden = t[0]->dim_count == 2 ? t[0]->dims[1] : 0;
+    int64_t batch = t[0]->dim_count == 2 ? t[0]->dims[0] : 0;
+    int64_t hidden = t[0]->dim_count == 2 ? t[0]->dims[1] : 0;
     if (batch <= 0 || hidden <= 0)
         return sim_fail(ACLNN_PARAM_INVALID, "gradHy must have two dimensions, none of them 0");
     for (int i = GRAD_C; i < BACKWARD_TENSORS; i++) {
-        bool right = i == GRAD_BIAS                       ? !has_bias || has_shape(t[i], 1, 4 * hidden, 0)
+        bool right = i == GRAD_BIAS                    ? !has_bias || has_shape(t[i], 1, 4 * hidden, 0)
                      : i == STORAGE || i == GRAD_GATES ? has_shape(t[i], 2, batch, 4 * hidden)
-                                                          : has_shape(t[i], 2, batch, hidden);
+                                                       : has_shape(t[i], 2, batch, hidden);
         if (!right)
             return sim_fail(ACLNN_PARAM_INVALID, "%s has the wrong shape", names[i]);
     }
@@ -123,20 +127,22 @@ static int check_backward(SimTensor *const *t, bool has_bias)
     return 0;
 }
 
-enum { INPUT_GATES, HIDDEN_GATES, FORWARD_CX, INPUT_BIAS, HIDDEN_BIAS, HY_OUT, CY_OUT, STORAGE_OUT, FORWARD_TENSORS };
+enum { INPUT_GATES, HIDDEN_GATES, FORWARD_CX, INPUT_BIAS, HIDDEN_BIAS, HY_OUT, CY_OUT, STORAGE_OUT };
+enum { FORWARD_TENSORS = STORAGE_OUT + 1 };
 
 /* Order of the forward operator: null, empty, shape, type. It looks at no format. */
 static int check_forward(SimTensor *const *t, bool flag)
 {
     (void)flag;
-    if (!t[INPUT_GATES] || !t[HIDDEN_GATES] || !t[FORWARD_CX] || !t[INPUT_BIAS] != !t[HIDDEN_BIAS] || !t[HY_OUT] ||
-        !t[CY_OUT] || !t[STORAGE_OUT])
+    if (!t[INPUT_GATES] || !t[HIDDEN_GATES] || !t[FORWARD_CX] || !t[INPUT_BIAS] != !t[HIDDEN_BIAS] ||
+        !t[HY_OUT] || !t[CY_OUT] || !t[STORAGE_OUT])
         return sim_fail(ACLNN_PARAM_NULLPTR, "a required tensor, or one of the two biases, is null");
     if (is_empty(t))
         return 0;
     int64_t batch = t[FORWARD_CX]->dims[0], hidden = t[FORWARD_CX]->dims[1];
     for (int i = 0; i < FORWARD_TENSORS; i++) {
-        bool wide = i == INPUT_GATES || i == HIDDEN_GATES || i == STORAGE_OUT, bias = i == INPUT_BIAS || i == HIDDEN_BIAS;
+        bool wide = i == INPUT_GATES || i == HIDDEN_GATES || i == STORAGE_OUT;
+        bool bias = i == INPUT_BIAS || i == HIDDEN_BIAS;
         if (t[i] && !has_shape(t[i], bias ? 1 : 2, bias ? 4 * hidden : batch, wide ? 4 * hidden : hidden))
             return sim_fail(ACLNN_PARAM_INVALID, "tensor %d has the wrong shape", i);
     }
@@ -173,7 +179,7 @@ static uint64_t forward_bytes(SimTensor *const *t, bool flag)
 
 /* ---- bias reduction ---- */
 
-/* A core's local buffer keeps what the last work left in it; what was there before the first is anybody's guess. */
+/* A core's local buffer keeps what the last work left in it; what was there at first is anybody's guess. */
 static float *local_buffer(int core)
 {
     static float *buffers[MAX_CORES];
@@ -191,9 +197,11 @@ static float *local_buffer(int core)
     return buffers[core];
 }
 
-/* CANN fact, the known defect: one copy moves at most 4095 rows; the last copy moves `rows % 4095`, so none at all where
- * rows is a multiple; and every copy goes to the start of the buffer. What is not overwritten is summed as it is. */
-static void load_rows(float *local, const float *source, int64_t rows, int64_t row_length, int64_t width, int64_t padded)
+/* CANN fact, the known defect: one copy moves at most 4095 rows; the last copy moves `rows % 4095`, so none
+ * at all where rows is a multiple; and every copy goes to the start of the buffer. What is not overwritten is
+ * summed as it is. */
+static void load_rows(float *local, const float *source, int64_t rows, int64_t row_length, int64_t width,
+                      int64_t padded)
 {
     int64_t copies = (rows + COPY_ROWS - 1) / COPY_ROWS;
     for (int64_t c = 0; c < copies; c++) {
@@ -204,11 +212,12 @@ static void load_rows(float *local, const float *source, int64_t rows, int64_t r
             target = local;
         }
         for (int64_t i = 0; i < count; i++)
-            memcpy(target + i * padded, source + (c * COPY_ROWS + i) * row_length, (size_t)width * sizeof(float));
+            memcpy(target + i * padded, source + (c * COPY_ROWS + i) * row_length,
+                   (size_t)width * sizeof(float));
     }
 }
 
-/* CANN fact: neighbours first. Level l adds row i + 2^l to row i for every i that is a multiple of 2^(l+1). */
+/* CANN fact: neighbours first. Level l adds row i + 2^l to row i where i is a multiple of 2^(l+1). */
 static void sum_rows(float *local, int64_t rows, int64_t width, int64_t padded)
 {
     for (int64_t step = 1; step < rows; step *= 2)
@@ -217,7 +226,7 @@ static void sum_rows(float *local, int64_t rows, int64_t width, int64_t padded)
                 local[i * padded + j] += local[(i + step) * padded + j];
 }
 
-/* Columns are shared out in blocks; each block is summed in chunks of rows, the chunk sums again, until one is left. */
+/* Columns are shared out in blocks; each is summed in chunks of rows, then the chunk sums, until one is left. */
 static float *sum_columns(const float *gates, int64_t batch, int64_t columns, int dtype)
 {
     int64_t block = reduce_columns(columns / 4, dtype), chunk = LOCAL_FLOATS / block;
@@ -233,7 +242,8 @@ static float *sum_columns(const float *gates, int64_t batch, int64_t columns, in
                 int64_t count = rows - c * chunk < chunk ? rows - c * chunk : chunk;
                 load_rows(local, source + c * chunk * columns + start, count, columns, width, padded);
                 sum_rows(local, count, width, padded);
-                memcpy((chunks > 1 ? partial + c * columns : sums) + start, local, (size_t)width * sizeof(float));
+                memcpy((chunks > 1 ? partial + c * columns : sums) + start, local,
+                       (size_t)width * sizeof(float));
             }
             source = chunks > 1 ? partial : NULL;
         }
@@ -244,8 +254,8 @@ static float *sum_columns(const float *gates, int64_t batch, int64_t columns, in
 
 /* ---- kernels ---- */
 
-/* CANN fact: float32 throughout, in this association; float16 is widened first and rounded once at the end, and its bias
- * is summed from the unrounded gates. */
+/* CANN fact: float32 throughout, in this association; float16 is widened first and rounded once at the end,
+ * and its bias is summed from the unrounded gates. */
 static void backward_kernel(SimTensor *const *t, bool has_bias)
 {
     int64_t batch = t[CX]->dims[0], hidden = t[CX]->dims[1];
@@ -280,12 +290,12 @@ static float sigmoid(float x)
     return 1.0f / (expf(-x) + 1.0f);
 }
 
-/* The forward operator repairs the clipped tanh near zero with a polynomial; the backward operator does not. */
+/* The forward operator repairs the clipped tanh near zero with a polynomial; the backward one does not. */
 static float forward_tanh(float x)
 {
     float s = x * x;
-    float near = ((((s * 0.016090461204f + -0.052421370438f) * s + 0.133147126779f) * s + -0.333324134737f) * s +
-                  0.999999873294f) * x;
+    float near = ((s * 0.016090461204f + -0.052421370438f) * s + 0.133147126779f) * s + -0.333324134737f;
+    near = (near * s + 0.999999873294f) * x;
     return fabsf(x) <= 0.55f ? near : clipped_tanh(x);
 }
 
@@ -295,8 +305,9 @@ static void forward_kernel(SimTensor *const *t, bool flag)
     int64_t batch = t[FORWARD_CX]->dims[0], hidden = t[FORWARD_CX]->dims[1], columns = 4 * hidden;
     float *a = read_floats(t[INPUT_GATES], batch, columns), *b = read_floats(t[HIDDEN_GATES], batch, columns);
     float *c = read_floats(t[FORWARD_CX], batch, hidden), *h = malloc((size_t)(batch * hidden) * sizeof *h);
-    float *bias = t[INPUT_BIAS] ? read_floats(t[INPUT_BIAS], 1, columns) : calloc((size_t)columns, sizeof *bias);
-    float *bias_2 = t[HIDDEN_BIAS] ? read_floats(t[HIDDEN_BIAS], 1, columns) : calloc((size_t)columns, sizeof *bias);
+    float *none = calloc((size_t)columns, sizeof *none);
+    float *bias = t[INPUT_BIAS] ? read_floats(t[INPUT_BIAS], 1, columns) : none;
+    float *bias_2 = t[HIDDEN_BIAS] ? read_floats(t[HIDDEN_BIAS], 1, columns) : none;
     for (int64_t row = 0; row < batch; row++) {
         float *gate = a + row * columns;
         for (int64_t j = 0; j < columns; j++) {
@@ -312,7 +323,12 @@ static void forward_kernel(SimTensor *const *t, bool flag)
     write_floats(t[HY_OUT], h, batch, hidden);
     write_floats(t[CY_OUT], c, batch, hidden);
     write_floats(t[STORAGE_OUT], a, batch, columns);
-    free(b), free(bias), free(bias_2);
+    free(b);
+    free(none);
+    if (t[INPUT_BIAS]) {
+        free(bias);
+        free(bias_2);
+    }
 }
 
 /* ---- the exported operators ---- */
@@ -324,17 +340,31 @@ static bool never_empty(SimTensor *const *tensors)
 }
 
 static const SimOperator backward = {
-    "aclnnThnnFusedLstmCellBackward", 5, 3, check_backward, never_empty, backward_bytes, backward_kernel, true,
+    .name = "aclnnThnnFusedLstmCellBackward",
+    .inputs = 5,
+    .outputs = 3,
+    .check = check_backward,
+    .is_empty = never_empty,
+    .tiling_bytes = backward_bytes,
+    .kernel = backward_kernel,
+    .last_output_needs_flag = true,
 };
 static const SimOperator forward = {
-    "aclnnThnnFusedLstmCell", 5, 3, check_forward, is_empty, forward_bytes, forward_kernel, false,
+    .name = "aclnnThnnFusedLstmCell",
+    .inputs = 5,
+    .outputs = 3,
+    .check = check_forward,
+    .is_empty = is_empty,
+    .tiling_bytes = forward_bytes,
+    .kernel = forward_kernel,
 };
 
 #ifndef SIM_WITHOUT_PHASE_ONE
-SIM_PUBLIC int aclnnThnnFusedLstmCellBackwardGetWorkspaceSize(uint64_t grad_hy, uint64_t grad_c, uint64_t cx, uint64_t cy,
-                                                              uint64_t storage, bool has_bias, uint64_t grad_gates,
-                                                              uint64_t grad_cx, uint64_t grad_bias,
-                                                              uint64_t *workspace_size, uint64_t *executor)
+SIM_PUBLIC int aclnnThnnFusedLstmCellBackwardGetWorkspaceSize(uint64_t grad_hy, uint64_t grad_c, uint64_t cx,
+                                                              uint64_t cy, uint64_t storage, bool has_bias,
+                                                              uint64_t grad_gates, uint64_t grad_cx,
+                                                              uint64_t grad_bias, uint64_t *workspace_size,
+                                                              uint64_t *executor)
 {
     const uint64_t handles[] = {grad_hy, grad_c, cx, cy, storage, grad_gates, grad_cx, grad_bias};
     return sim_phase_one(&backward, handles, has_bias, workspace_size, executor);
@@ -349,15 +379,17 @@ SIM_PUBLIC int aclnnThnnFusedLstmCellBackward(uint64_t workspace, uint64_t works
 }
 #endif
 
-SIM_PUBLIC int aclnnThnnFusedLstmCellGetWorkspaceSize(uint64_t input_gates, uint64_t hidden_gates, uint64_t cx,
-                                                      uint64_t input_bias, uint64_t hidden_bias, uint64_t hy, uint64_t cy,
-                                                      uint64_t storage, uint64_t *workspace_size, uint64_t *executor)
+SIM_PUBLIC int aclnnThnnFusedLstmCellGetWorkspaceSize(uint64_t input_gates, uint64_t hidden_gates,
+                                                      uint64_t cx, uint64_t input_bias, uint64_t hidden_bias,
+                                                      uint64_t hy, uint64_t cy, uint64_t storage,
+                                                      uint64_t *workspace_size, uint64_t *executor)
 {
     const uint64_t handles[] = {input_gates, hidden_gates, cx, input_bias, hidden_bias, hy, cy, storage};
     return sim_phase_one(&forward, handles, false, workspace_size, executor);
 }
 
-SIM_PUBLIC int aclnnThnnFusedLstmCell(uint64_t workspace, uint64_t workspace_size, uint64_t executor, uint64_t stream)
+SIM_PUBLIC int aclnnThnnFusedLstmCell(uint64_t workspace, uint64_t workspace_size, uint64_t executor,
+                                      uint64_t stream)
 {
     return sim_phase_two(&forward, workspace, workspace_size, executor, stream);
 }

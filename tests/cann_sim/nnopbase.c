@@ -1,5 +1,5 @@
-/* Simulated CANN (test equipment): libnnopbase.so. aclTensor, executors, the operator cache, and both phases of a call
- * as far as they are the same for every operator. See sim.h for the whole picture. */
+/* Simulated CANN (test equipment): libnnopbase.so. aclTensor, executors, the operator cache, and both phases
+ * of a call as far as they are the same for every operator. See sim.h for the whole picture. */
 #define _GNU_SOURCE
 #include "sim.h"
 
@@ -70,18 +70,23 @@ static void extent(const SimTensor *t, int64_t *low, int64_t *high)
         *(t->strides[i] < 0 ? low : high) += (t->dims[i] - 1) * t->strides[i];
 }
 
-SIM_PUBLIC uint64_t aclCreateTensor(const int64_t *dims, uint64_t dim_count, int dtype, const int64_t *strides,
-                                    int64_t offset, int format, const int64_t *storage, uint64_t storage_count,
-                                    uint64_t data)
+SIM_PUBLIC uint64_t aclCreateTensor(const int64_t *dims, uint64_t dim_count, int dtype,
+                                    const int64_t *strides, int64_t offset, int format,
+                                    const int64_t *storage, uint64_t storage_count, uint64_t data)
 {
     SIM_CALL_OR("aclCreateTensor", INITIALISED, 0);
-    if ((!dims && dim_count) || (!storage && storage_count) || dim_count > MAX_DIMS || storage_count > MAX_DIMS) {
+    if ((!dims && dim_count) || (!storage && storage_count) || dim_count > MAX_DIMS ||
+        storage_count > MAX_DIMS) {
         sim_fail(ACLNN_PARAM_INVALID, "aclCreateTensor: null or too many dimensions");
         return 0;
     }
     SimTensor *t = calloc(1, sizeof *t);
-    *t = (SimTensor){.offset = offset, .dim_count = (int)dim_count, .storage_count = (int)storage_count,
-                     .dtype = dtype, .format = format, .data = data};
+    *t = (SimTensor){.offset = offset,
+                     .dim_count = (int)dim_count,
+                     .storage_count = (int)storage_count,
+                     .dtype = dtype,
+                     .format = format,
+                     .data = data};
     int64_t step = 1;
     for (int i = (int)dim_count; i--;) {
         t->dims[i] = dims[i];
@@ -106,15 +111,15 @@ SIM_PUBLIC int aclDestroyTensor(uint64_t handle)
     return 0;
 }
 
-#define GETTER(name, type, value)                                                                             \
-    SIM_PUBLIC int name(uint64_t handle, type *out)                                                           \
-    {                                                                                                         \
-        SIM_CALL(#name, INITIALISED);                                                                         \
-        SimTensor *t = handle && out ? sim_get(TENSOR, handle, #name) : NULL;                                 \
-        if (!t)                                                                                               \
-            return sim_fail(ACLNN_PARAM_NULLPTR, #name ": null or dead tensor");                              \
-        *out = value;                                                                                         \
-        return 0;                                                                                             \
+#define GETTER(name, type, value)                                                \
+    SIM_PUBLIC int name(uint64_t handle, type *out)                              \
+    {                                                                            \
+        SIM_CALL(#name, INITIALISED);                                            \
+        SimTensor *t = handle && out ? sim_get(TENSOR, handle, #name) : NULL;    \
+        if (!t)                                                                  \
+            return sim_fail(ACLNN_PARAM_NULLPTR, #name ": null or dead tensor"); \
+        *out = value;                                                            \
+        return 0;                                                                \
     }
 GETTER(aclGetRawTensorAddr, uint64_t, t->data)
 GETTER(aclGetViewOffset, int64_t, t->offset)
@@ -137,12 +142,12 @@ SIM_PUBLIC int aclSetRawTensorAddr(uint64_t tensor, uint64_t address)
 }
 
 /* CANN fact: for composite operators the index is not used, and a null executor is noticed too late. */
-#define ADDRESS_SETTER(name)                                                                                  \
-    SIM_PUBLIC int name(uint64_t executor, size_t index, uint64_t tensor, uint64_t address)                   \
-    {                                                                                                         \
-        (void)index;                                                                                          \
-        int code = set_address(tensor, address, #name);                                                       \
-        return !code && !executor ? ACLNN_INNER_NULLPTR : code;                                               \
+#define ADDRESS_SETTER(name)                                                                \
+    SIM_PUBLIC int name(uint64_t executor, size_t index, uint64_t tensor, uint64_t address) \
+    {                                                                                       \
+        (void)index;                                                                        \
+        int code = set_address(tensor, address, #name);                                     \
+        return !code && !executor ? ACLNN_INNER_NULLPTR : code;                             \
     }
 ADDRESS_SETTER(aclSetTensorAddr)
 ADDRESS_SETTER(aclSetInputTensorAddr)
@@ -176,7 +181,8 @@ SIM_PUBLIC int aclDestroyAclOpExecutor(uint64_t handle)
 }
 #endif
 
-/* CANN fact: either aclInit or aclnnInit is asked for; this simulation wants aclInit, as the official example does. */
+/* CANN fact: either aclInit or aclnnInit is asked for; this simulation wants aclInit, as the official example
+ * does. */
 SIM_PUBLIC int aclnnInit(const char *path)
 {
     (void)path;
@@ -255,7 +261,8 @@ static int used_tensors(const SimOperator *op, bool flag)
     return op->inputs + op->outputs - (op->last_output_needs_flag && !flag);
 }
 
-/* CANN fact: the storage shape bounds a view that is not contiguous; a contiguous one passes without that check. */
+/* CANN fact: the storage shape bounds a view that is not contiguous; a contiguous one passes without that
+ * check. */
 static bool view_fits(const SimTensor *t)
 {
     int64_t low, high, storage = 1;
@@ -265,7 +272,8 @@ static bool view_fits(const SimTensor *t)
     return is_contiguous(t) || (low >= 0 && high <= storage);
 }
 
-int sim_phase_one(const SimOperator *op, const uint64_t *handles, bool flag, uint64_t *workspace_size, uint64_t *executor)
+int sim_phase_one(const SimOperator *op, const uint64_t *handles, bool flag, uint64_t *workspace_size,
+                  uint64_t *executor)
 {
     char function[80];
     strcat(strcpy(function, op->name), "GetWorkspaceSize");
@@ -273,7 +281,8 @@ int sim_phase_one(const SimOperator *op, const uint64_t *handles, bool flag, uin
     if (!workspace_size || !executor)
         return sim_fail(ACLNN_PARAM_NULLPTR, "%s: no place for the results", function);
     if (sim_current_device() < 0) /* our choice of code; the facts only say that a context is needed */
-        return sim_fail(ACLNN_RUNTIME_ERROR, "%s: %d, no context in this thread", function, ACL_RT_CONTEXT_NULL);
+        return sim_fail(ACLNN_RUNTIME_ERROR, "%s: %d, no context in this thread", function,
+                        ACL_RT_CONTEXT_NULL);
 
     const int count = op->inputs + op->outputs;
     SimTensor *tensors[MAX_TENSORS] = {NULL};
@@ -292,7 +301,8 @@ int sim_phase_one(const SimOperator *op, const uint64_t *handles, bool flag, uin
             return code;
     }
     if (!op->is_empty(tensors)) {
-        if (!sim_vector_cores()) /* CANN fact: no kernel for this chip; the operator has one code for all such causes */
+        if (!sim_vector_cores()) /* CANN fact: no kernel for this chip; the operator has one code for all such
+                                    causes */
             return sim_fail(ACLNN_INNER_NULLPTR, "%s: the operator does not support this chip", function);
         bytes = piece(op->tiling_bytes(tensors, flag));
         for (int i = 0; i < used_tensors(op, flag); i++) {
@@ -318,8 +328,8 @@ int sim_phase_one(const SimOperator *op, const uint64_t *handles, bool flag, uin
 
 /* ---- phase two and the kernel's run ---- */
 
-/* Does an output share an element with an input or an earlier output? Marks the elements of one and tries the other's,
- * because interleaved views may overlap as ranges and yet be apart. */
+/* Does an output share an element with an input or an earlier output? Marks the elements of one and tries the
+ * other's, because interleaved views may overlap as ranges and yet be apart. */
 static bool outputs_overlap(const Launch *launch, int count)
 {
     for (int out = launch->op->inputs; out < count; out++)
@@ -338,7 +348,8 @@ static bool outputs_overlap(const Launch *launch, int count)
                 bool one = t->dim_count == 1;
                 for (int64_t i = 0; i < (one ? 1 : t->dims[0]); i++)
                     for (int64_t j = 0; j < t->dims[one ? 0 : 1]; j++) {
-                        int64_t element = t->offset + (one ? 0 : i * t->strides[0]) + j * t->strides[one ? 0 : 1];
+                        int64_t element =
+                            t->offset + (one ? 0 : i * t->strides[0]) + j * t->strides[one ? 0 : 1];
                         uint64_t place = t->data + (uint64_t)(element * size) - start;
                         if (pass)
                             met |= place < end - start && marks[place];
@@ -367,13 +378,15 @@ static int run_launch(void *argument, int device)
         if (!launch->present[i] || op->is_empty((SimTensor *[]){t}))
             continue;
         int64_t size = item_size(t);
-        char *bytes = sim_memory(t->data + (uint64_t)(low * size), (uint64_t)((high - low) * size), device, op->name);
+        char *bytes =
+            sim_memory(t->data + (uint64_t)(low * size), (uint64_t)((high - low) * size), device, op->name);
         if (!bytes)
             code = sim_fail(ACL_RT_AICORE_EXCEPTION, "%s: bad address of tensor %d", op->name, i);
         t->bytes = bytes - (low - t->offset) * size;
         tensors[i] = t;
     }
-    if (!code && launch->workspace_size && !sim_memory(launch->workspace, launch->workspace_size, device, "a workspace"))
+    if (!code && launch->workspace_size &&
+        !sim_memory(launch->workspace, launch->workspace_size, device, "a workspace"))
         code = sim_fail(ACL_RT_AICORE_EXCEPTION, "%s: bad workspace", op->name);
     if (!code && tensors[0]) {
         if (outputs_overlap(launch, used_tensors(op, launch->flag))) /* CANN fact: undocumented */
@@ -399,7 +412,8 @@ static int launch(const Executor *e, uint64_t workspace, uint64_t workspace_size
     for (int i = 0; i < op->inputs + op->outputs; i++) {
         l->present[i] = e->handles[i] != 0;
         l->tensors[i] = e->tensors[i];
-        /* CANN fact: after a miss phase two looks into the tensors themselves; after a hit it uses phase one's addresses. */
+        /* CANN fact: after a miss phase two looks into the tensors themselves; after a hit it uses phase
+         * one's addresses. */
         if (l->present[i] && !e->from_cache) {
             SimTensor *t = sim_get(TENSOR, e->handles[i], op->name);
             if (!t) {
@@ -408,11 +422,12 @@ static int launch(const Executor *e, uint64_t workspace, uint64_t workspace_size
             }
             l->tensors[i].data = t->data;
         }
-        if (l->present[i] && i < used_tensors(op, e->flag) && !op->is_empty((SimTensor *[]){&l->tensors[i]})) {
+        if (l->present[i] && i < used_tensors(op, e->flag) &&
+            !op->is_empty((SimTensor *[]){&l->tensors[i]})) {
             int64_t low, high, size = item_size(&l->tensors[i]);
             extent(&l->tensors[i], &low, &high);
-            uses[use_count++] = (SimUse){l->tensors[i].data + (uint64_t)(low * size), (uint64_t)((high - low) * size),
-                                         i >= op->inputs};
+            uses[use_count++] = (SimUse){l->tensors[i].data + (uint64_t)(low * size),
+                                         (uint64_t)((high - low) * size), i >= op->inputs};
         }
     }
     if (workspace_size)
@@ -423,18 +438,19 @@ static int launch(const Executor *e, uint64_t workspace, uint64_t workspace_size
     return code ? ACLNN_RUNTIME_ERROR : 0;
 }
 
-int sim_phase_two(const SimOperator *op, uint64_t workspace, uint64_t workspace_size, uint64_t handle, uint64_t stream)
+int sim_phase_two(const SimOperator *op, uint64_t workspace, uint64_t workspace_size, uint64_t handle,
+                  uint64_t stream)
 {
-    SIM_CALL(op->name, INITIALISED);
+    __attribute__((cleanup(sim_leave))) int code = sim_enter(op->name, INITIALISED);
     Executor *e = handle ? sim_get(EXECUTOR, handle, op->name) : NULL;
     if (!e)
         return sim_fail(handle ? ACLNN_INNER : ACLNN_PARAM_NULLPTR, "%s: null or used executor", op->name);
-    int code = 0;
-    if (!workspace && workspace_size)
+    if (!code && !workspace && workspace_size)
         code = sim_fail(ACLNN_PARAM_NULLPTR, "%s: no workspace", op->name);
-    else if (sim_current_device() < 0)
-        code = sim_fail(ACLNN_RUNTIME_ERROR, "%s: %d, no context in this thread", op->name, ACL_RT_CONTEXT_NULL);
-    else
+    if (!code && sim_current_device() < 0)
+        code =
+            sim_fail(ACLNN_RUNTIME_ERROR, "%s: %d, no context in this thread", op->name, ACL_RT_CONTEXT_NULL);
+    if (!code)
         code = launch(e, workspace, workspace_size, stream);
     if (!code && e->entry)
         e->entry->usable = true;

@@ -14,7 +14,8 @@
 /* CANN fact: about 1984 streams at most on A2/A3 chips. */
 enum { MAX_DEVICES = 8, MAX_FUNCTIONS = 96, MAX_VIOLATIONS = 250, MAX_STREAMS = 1984, MAX_USES = 16 };
 
-/* Each device owns this much address space. Addresses are never handed out twice, so that a stale one stays stale. */
+/* Each device owns this much address space. Addresses are never handed out twice, so that a stale one stays
+ * stale. */
 #define DEVICE_SPAN (1ull << 40)
 #define HANDLE_BASE 0x7e0000000000ull
 /* A signalling NaN as float32, two NaNs as float16. */
@@ -70,9 +71,9 @@ typedef struct {
 } Violations;
 
 static struct {
-    int references;     /* of aclInit; more than 0 means initialised */
+    int references; /* of aclInit; more than 0 means initialised */
     bool was_finalised, foreign;
-    pid_t owner;        /* the process that initialised; a forked child has another number */
+    pid_t owner; /* the process that initialised; a forked child has another number */
     int devices;
     char soc[32];
     uint64_t capacity;
@@ -159,11 +160,13 @@ int sim_enter(const char *function, SimNeeds needs)
 {
     pthread_mutex_lock(&lock);
     if (sim.references && getpid() != sim.owner) {
-        sim_violation("%s was called in a forked child, which must not touch its parent's ACL state", function);
+        sim_violation("%s was called in a forked child, which must not touch its parent's ACL state",
+                      function);
         return sim_fail(ACL_RT_DRV_INTERNAL_ERROR, "%s: ACL belongs to the parent process", function);
     }
     if (interpreter_is_ending())
-        sim_violation("%s was called after the exit hooks, while the interpreter is being taken down", function);
+        sim_violation("%s was called after the exit hooks, while the interpreter is being taken down",
+                      function);
     if (sim.was_finalised && needs != ANYTIME)
         sim_violation("%s was called after aclFinalize", function);
     int code = sim_fault(function);
@@ -171,7 +174,8 @@ int sim_enter(const char *function, SimNeeds needs)
         return code;
     if (needs != ANYTIME && !sim.references)
         return sim_fail(ACL_UNINITIALIZE, "%s: ACL is not initialised", function);
-    /* CANN fact: the current device and context belong to the operating-system thread; a new thread has none. */
+    /* CANN fact: the current device and context belong to the operating-system thread; a new thread has none.
+     */
     if (needs == IN_CONTEXT && sim_current_device() < 0)
         return sim_fail(ACL_RT_CONTEXT_NULL, "%s: no context is bound to this thread", function);
     return 0;
@@ -234,7 +238,8 @@ bool sim_is_device(uint64_t address)
 static Block *add_block(BlockList *list, Block block)
 {
     if (list->count == list->room)
-        list->blocks = realloc(list->blocks, (size_t)(list->room = list->room ? 2 * list->room : 64) * sizeof block);
+        list->blocks =
+            realloc(list->blocks, (size_t)(list->room = list->room ? 2 * list->room : 64) * sizeof block);
     list->blocks[list->count] = block;
     return &list->blocks[list->count++];
 }
@@ -348,7 +353,8 @@ static bool clashes(uint64_t address, uint64_t bytes, bool written, const Stream
         for (Task *task = stream == except ? NULL : stream->first; task; task = task->next)
             for (int i = 0; i < task->use_count; i++) {
                 const SimUse *use = &task->uses[i];
-                if ((written || use->written) && address < use->address + use->bytes && use->address < address + bytes)
+                if ((written || use->written) && address < use->address + use->bytes &&
+                    use->address < address + bytes)
                     return true;
             }
     return false;
@@ -365,7 +371,8 @@ static int release(BlockList *list, uint64_t address, const char *function)
         return sim_fail(ACL_RT_PARAM_INVALID, "%s: not an allocated address", function);
     }
     if (clashes(address, block->bytes, true, NULL))
-        sim_violation("%s(0x%llx): a task waiting on a stream still uses it", function, (unsigned long long)address);
+        sim_violation("%s(0x%llx): a task waiting on a stream still uses it", function,
+                      (unsigned long long)address);
     block->alive = false;
     if (list == &sim.pinned) {
         mprotect(block->data, block->bytes, PROT_NONE); /* never used again, so a late access is seen */
@@ -509,7 +516,8 @@ SIM_PUBLIC int aclrtCreateStream(uint64_t *out)
 
 SIM_PUBLIC int aclrtCreateStreamWithConfig(uint64_t *out, uint32_t priority, uint32_t flag)
 {
-    (void)priority, (void)flag;
+    (void)priority;
+    (void)flag;
     return create_stream(out, "aclrtCreateStreamWithConfig");
 }
 
@@ -577,20 +585,24 @@ typedef struct {
     bool to_device, from_device;
 } Copy;
 
-/* Which sides are on the device, by the declared kind; 4 lets the runtime tell. A kind that contradicts the addresses is
- * a violation: new releases look at the addresses, older ones believe the kind. */
-static int plan_copy(Copy *copy, uint64_t to, uint64_t room, uint64_t from, uint64_t bytes, int kind, const char *function)
+/* Which sides are on the device, by the declared kind; 4 lets the runtime tell. A kind that contradicts the
+ * addresses is a violation: new releases look at the addresses, older ones believe the kind. */
+static int plan_copy(Copy *copy, uint64_t to, uint64_t room, uint64_t from, uint64_t bytes, int kind,
+                     const char *function)
 {
     *copy = (Copy){to, from, bytes, sim_is_device(to), sim_is_device(from)};
     if (kind < 0 || kind > 5 || !to || !from || bytes > room)
-        return sim_fail(ACL_INVALID_PARAM, "%s: null pointer, unknown kind or destination too small", function);
+        return sim_fail(ACL_INVALID_PARAM, "%s: null pointer, unknown kind or destination too small",
+                        function);
     if (kind != 4) {
         copy->to_device = kind == 1 || kind == 3 || kind == 5;
         copy->from_device = kind == 2 || kind == 3;
     }
     void *target = copy->to_device ? sim_memory(to, bytes, -1, function) : host_memory(to, bytes, function);
-    void *source = copy->from_device ? sim_memory(from, bytes, -1, function) : host_memory(from, bytes, function);
-    return target && source ? 0 : sim_fail(ACL_RT_PARAM_INVALID, "%s: bad address for kind %d", function, kind);
+    void *source =
+        copy->from_device ? sim_memory(from, bytes, -1, function) : host_memory(from, bytes, function);
+    return target && source ? 0
+                            : sim_fail(ACL_RT_PARAM_INVALID, "%s: bad address for kind %d", function, kind);
 }
 
 static int run_copy(void *argument, int device)
@@ -599,9 +611,10 @@ static int run_copy(void *argument, int device)
     (void)device;
     free(argument);
     const char *user = "a copy";
-    void *target = copy.to_device ? sim_memory(copy.to, copy.bytes, -1, user) : host_memory(copy.to, copy.bytes, user);
-    void *source =
-        copy.from_device ? sim_memory(copy.from, copy.bytes, -1, user) : host_memory(copy.from, copy.bytes, user);
+    void *target =
+        copy.to_device ? sim_memory(copy.to, copy.bytes, -1, user) : host_memory(copy.to, copy.bytes, user);
+    void *source = copy.from_device ? sim_memory(copy.from, copy.bytes, -1, user)
+                                    : host_memory(copy.from, copy.bytes, user);
     if (!target || !source)
         return ACL_RT_AICORE_EXCEPTION;
     memmove(target, source, copy.bytes);
@@ -625,7 +638,8 @@ SIM_PUBLIC int aclrtMemcpy(uint64_t to, size_t room, uint64_t from, size_t bytes
     return run_copy(copy, 0);
 }
 
-SIM_PUBLIC int aclrtMemcpyAsync(uint64_t to, size_t room, uint64_t from, size_t bytes, int kind, uint64_t handle)
+SIM_PUBLIC int aclrtMemcpyAsync(uint64_t to, size_t room, uint64_t from, size_t bytes, int kind,
+                                uint64_t handle)
 {
     SIM_CALL("aclrtMemcpyAsync", IN_CONTEXT);
     if (kind == 0)
@@ -645,7 +659,8 @@ SIM_PUBLIC int aclrtMemcpyAsync(uint64_t to, size_t room, uint64_t from, size_t 
     bool pageable = (!copy->to_device && !find_block(&sim.pinned, to)) ||
                     (!copy->from_device && !find_block(&sim.pinned, from));
     sim_enqueue(stream->handle, run_copy, copy, uses, 2);
-    /* CANN fact: with ordinary host memory the call effectively blocks; only pinned memory makes it asynchronous. */
+    /* CANN fact: with ordinary host memory the call effectively blocks; only pinned memory makes it
+     * asynchronous. */
     if (pageable)
         run_tasks(stream);
     return 0;
@@ -712,7 +727,8 @@ SIM_PUBLIC int aclrtGetDeviceCount(uint32_t *out)
     return 0;
 }
 
-/* CANN fact: binds the thread to the device's default context, which all threads share; counted against reset. */
+/* CANN fact: binds the thread to the device's default context, which all threads share; counted against
+ * reset. */
 SIM_PUBLIC int aclrtSetDevice(int32_t device)
 {
     SIM_CALL("aclrtSetDevice", INITIALISED);
@@ -820,11 +836,13 @@ SIM_PUBLIC const char *aclrtGetSocName(void)
     return sim.soc;
 }
 
-/* CANN fact: the operators exist on the A2 and A3 families only. Mind the bare "Ascend910B": the old, unsupported 910. */
+/* CANN fact: the operators exist on the A2 and A3 families only. Mind the bare "Ascend910B": the old,
+ * unsupported 910. */
 int sim_vector_cores(void)
 {
-    static const char *const with_48[] = {"Ascend910B1",   "Ascend910B2",   "Ascend910B2C", "Ascend910_9381",
-                                          "Ascend910_9382", "Ascend910_9391", "Ascend910_9392"};
+    static const char *const with_48[] = {"Ascend910B1",    "Ascend910B2",    "Ascend910B2C",
+                                          "Ascend910_9381", "Ascend910_9382", "Ascend910_9391",
+                                          "Ascend910_9392"};
     static const char *const with_40[] = {"Ascend910B3",    "Ascend910B4",    "Ascend910B4-1",
                                           "Ascend910_9362", "Ascend910_9363", "Ascend910_9372"};
     for (size_t i = 0; i < sizeof with_48 / sizeof *with_48; i++)
@@ -891,7 +909,9 @@ SIM_PUBLIC const char *aclGetRecentErrMsg(void)
 SIM_PUBLIC int aclrtGetVersion(int32_t *major, int32_t *minor, int32_t *patch)
 {
     SIM_CALL("aclrtGetVersion", ANYTIME);
-    *major = 1, *minor = 15, *patch = 0;
+    *major = 1;
+    *minor = 15;
+    *patch = 0;
     return 0;
 }
 
@@ -932,8 +952,11 @@ SIM_PUBLIC int sim_configure(const char *key, const char *value)
         sim.foreign = sim.references > 0;
         sim.owner = getpid();
     } else if (!strcmp(key, "FAULTS")) {
-        for (; sscanf(value, "%63[^:]:%lld:%d%n", function, &nth, &code, &used) == 3; value += value[0] == ',')
-            sim_arm_fault(function, nth, code), value += used;
+        while (sscanf(value, "%63[^:]:%lld:%d%n", function, &nth, &code, &used) == 3) {
+            sim_arm_fault(function, nth, code);
+            value += used;
+            value += *value == ',';
+        }
     } else
         return 0;
     return 1;
@@ -947,7 +970,8 @@ uint64_t sim_generation(void)
 /* As after loading: every object is forgotten, and handles and addresses from before are stale. */
 SIM_PUBLIC void sim_reset(void)
 {
-    static const char *const keys[] = {"SOC", "DEVICES", "MEMORY", "DEFECT", "EAGER", "INITIALISED", "FAULTS"};
+    static const char *const keys[] = {"SOC",   "DEVICES",     "MEMORY", "DEFECT",
+                                       "EAGER", "INITIALISED", "FAULTS"};
     uint64_t cursors[MAX_DEVICES];
     pthread_mutex_lock(&lock);
     for (uint64_t i = first_handle; i < handle_count; i++)
@@ -966,8 +990,8 @@ SIM_PUBLIC void sim_reset(void)
     memcpy(cursors, sim.cursor, sizeof cursors);
     memset(&sim, 0, sizeof sim);
     for (int device = 0; device < MAX_DEVICES; device++)
-        sim.cursor[device] = cursors[device] ? cursors[device]
-                                             : (uint64_t)device_base + (uint64_t)device * DEVICE_SPAN + 4096;
+        sim.cursor[device] =
+            cursors[device] ? cursors[device] : (uint64_t)device_base + (uint64_t)device * DEVICE_SPAN + 4096;
     snprintf(sim.soc, sizeof sim.soc, "Ascend910B1");
     sim.devices = 1;
     sim.capacity = 64ull << 30;
@@ -1048,17 +1072,20 @@ SIM_PUBLIC char *sim_report(void)
     write_counts(file, "counters", sim.counters, 16);
     for (uint64_t i = first_handle; i < handle_count; i++) {
         void *object = handles[i].object;
-        /* Default contexts and streams belong to the device; set_device below tells whether it was given back. */
+        /* Default contexts and streams belong to the device; set_device below tells whether it was given
+         * back. */
         bool counted = object && !(handles[i].kind == CONTEXT && ((Context *)object)->is_default) &&
                        !(handles[i].kind == STREAM && ((Stream *)object)->is_default);
         alive[handles[i].kind] += counted;
-        for (Task *task = object && handles[i].kind == STREAM ? ((Stream *)object)->first : NULL; task; task = task->next)
+        for (Task *task = object && handles[i].kind == STREAM ? ((Stream *)object)->first : NULL; task;
+             task = task->next)
             waiting++;
     }
     fprintf(file, ", \"leaks\": {");
     write_blocks(file, "device_memory", sim.memory, MAX_DEVICES);
     write_blocks(file, "host_memory", &sim.pinned, 1);
-    fprintf(file, "\"contexts\": %d, \"streams\": %d, \"tensors\": %d, \"executors\": %d, \"waiting_tasks\": %d, ",
+    fprintf(file,
+            "\"contexts\": %d, \"streams\": %d, \"tensors\": %d, \"executors\": %d, \"waiting_tasks\": %d, ",
             alive[CONTEXT], alive[STREAM], alive[TENSOR], alive[EXECUTOR], waiting);
     fprintf(file, "\"set_device\": [");
     for (int device = 0; device < sim.devices; device++)

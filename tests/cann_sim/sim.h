@@ -4,9 +4,10 @@
  *   nnopbase.c   libnnopbase.so    aclTensor, executors, the operator cache, launching
  *   lstm_cell.c  libopapi_nn.so    the LSTM cell operators: argument checks and arithmetic
  *
- * All state lives in libascendcl.so, behind one lock. A handle given to the caller (context, stream, tensor, executor)
- * is a number, never a pointer to something real: a stale or cut one is recognised instead of crashing the process.
- * "CANN fact" marks a rule of the real system; "our choice" marks a point that public material leaves open.
+ * All state lives in libascendcl.so, behind one lock. A handle given to the caller (context, stream, tensor,
+ * executor) is a number, never a pointer to something real: a stale or cut one is recognised instead of
+ * crashing the process. "CANN fact" marks a rule of the real system; "our choice" marks a point that public
+ * material leaves open.
  */
 #ifndef CANN_SIM_H
 #define CANN_SIM_H
@@ -47,11 +48,12 @@ enum {
 typedef enum { ANYTIME, INITIALISED, IN_CONTEXT } SimNeeds;
 typedef enum { CONTEXT, STREAM, TENSOR, EXECUTOR, SIM_KINDS } SimKind;
 
-/* First line of every exported function: takes the lock until the function returns, counts the call, and leaves with
- * `failure` (an expression that may use sim_code) where the call is forbidden here or was told to fail. */
-#define SIM_CALL_OR(name, needs, failure)                                                                     \
-    __attribute__((cleanup(sim_leave))) int sim_code = sim_enter(name, needs);                                \
-    if (sim_code)                                                                                             \
+/* First line of every exported function: takes the lock until the function returns, counts the call, and
+ * leaves with `failure` (an expression that may use sim_code) where the call is forbidden here or was told to
+ * fail. */
+#define SIM_CALL_OR(name, needs, failure)                                      \
+    __attribute__((cleanup(sim_leave))) int sim_code = sim_enter(name, needs); \
+    if (sim_code)                                                              \
     return failure
 #define SIM_CALL(name, needs) SIM_CALL_OR(name, needs, sim_code)
 
@@ -90,8 +92,8 @@ enum { MAX_DIMS = 8, MAX_TENSORS = 8, ACL_FLOAT = 0, ACL_FLOAT16 = 1, ACL_FORMAT
 typedef struct {
     int64_t dims[MAX_DIMS], strides[MAX_DIMS], storage[MAX_DIMS], offset;
     int dim_count, storage_count, dtype, format;
-    uint64_t data;  /* the device address given by the caller */
-    char *bytes;    /* at kernel time: what element (0, 0, ...) of the view really is */
+    uint64_t data; /* the device address given by the caller */
+    char *bytes;   /* at kernel time: what element (0, 0, ...) of the view really is */
 } SimTensor;
 
 /* What an operator library tells nnopbase. Inputs come first; absent optional tensors are NULL. */
@@ -105,7 +107,8 @@ typedef struct {
     bool last_output_needs_flag; /* the last output is neither written nor looked at unless flag */
 } SimOperator;
 
-int sim_phase_one(const SimOperator *op, const uint64_t *handles, bool flag, uint64_t *workspace_size, uint64_t *executor);
+int sim_phase_one(const SimOperator *op, const uint64_t *handles, bool flag, uint64_t *workspace_size,
+                  uint64_t *executor);
 int sim_phase_two(const SimOperator *op, uint64_t workspace, uint64_t workspace_size, uint64_t executor,
                   uint64_t stream);
 
