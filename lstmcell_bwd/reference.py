@@ -1,0 +1,480 @@
+"""The operator in plain NumPy, and what its results are measured by: scales, bounds, and the Inf and NaN rule.
+
+Slow, readable, and accurate: it works in float64 (or in NumPy's long double, to judge float64 results) and uses no
+formula that cancels. It is meant for reading, for tests, and for checking a device.
+
+Notation, for batch N and hidden size H: `i`, `f`, `g`, `o` are the activated gates (input, forget, cell, output), four
+blocks of H columns of `gates` in that order; `t = tanh(cy)`, `s = 1 - t**2`, `E = exp(-2 |cy|)`. The formulas are those
+of the published operator `aclnnThnnFusedLstmCellBackward` of Ascend CANN, which are PyTorch's of
+`_thnn_fused_lstm_cell_backward_impl`::
+
+    total   = grad_hy * o * s + grad_cy
+    grad_cx = total * f
+    d_i = total * g  * i * (1 - i)        d_g = total * i * (1 - g**2)
+    d_f = total * cx * f * (1 - f)        d_o = grad_hy * t * o * (1 - o)
+    grad_gates = [d_i, d_f, d_g, d_o]     grad_bias = sum of grad_gates over the batch
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from lstmcell_bwd._arguments import missing, wrong_rank, wrong_shape
+from lstmcell_bwd._types import LSTMCellGradients
+
+__all__ = [
+    "READS",
+    "Limits",
+    "bounds",
+    "error_in_units",
+    "errors_in_units",
+    "exact_column_sums",
+    "in_range",
+    "limits",
+    "lstm_cell_backward",
+    "lstm_cell_forward",
+    "nonfinite_mask",
+    "scales",
+    "wide_dtype",
+]
+
+READS = {
+    "d_i": ("grad_hy", "o", "cy", "grad_cy", "g", "i"),
+    "d_f": ("grad_hy", "o", "cy", "grad_cy", "cx", "f"),
+    "d_g": ("grad_hy", "o", "cy", "grad_cy", "i", "g"),
+    "d_o": ("grad_hy", "cy", "o"),
+    "grad_cx": ("grad_hy", "o", "cy", "grad_cy", "f"),
+}
+"""The inputs that the formula of each output reads. Under the operator's rule for Inf and NaN (`nonfinite="nan"`) an
+output element is NaN if one of these is Inf or NaN at its place."""
+
+
+class Limits(NamedTuple):
+    """What a floating-point type can hold, as Python floats.
+
+    Attributes
+    ----------
+    eps : float
+        Distance from 1 to the next larger number.
+    smallest_normal : float
+    smallest_subnormal : float
+    largest : float
+        Largest finite number.
+    """
+
+    eps: float
+    smallest_normal: float
+    smallest_subnormal: float
+    largest: float
+
+
+def limits(dtype):
+    """Return what a dtype can hold; of `ml_dtypes.bfloat16` too, without importing that package.
+
+    Parameters
+    ----------
+    dtype : dtype
+        float32, float64, float16 or bfloat16 (of any byte order).
+
+    Returns
+    -------
+    Limits
+    """
+    dtype = np.dtype(dtype)
+    if dtype.name == "bfloat16":
+        return Limits(2.0**-7, 2.0**-126, 2.0**-133, (2 - 2.0**-7) * 2.0**127)
+    info = np.finfo(dtype)
+    return Limits(float(info.eps), float(info.smallest_normal), float(info.smallest_subnormal), float(info.max))
+
+
+def arithmetic_dtype(dtype):
+    """Return the type that the operator computes in: float32 for the half types, else the dtype itself."""
+    dtype = np.dtype(dtype)
+    return np.dtype(np.float64 if dtype.itemsize == 8 else np.float32)
+
+
+def wide_dtype(dtype):
+    """Return a type wide enough to judge results of a dtype by: float64, or the long double for float64 data.
+
+    Where the platform's long double is float64 itself, judging float64 adds the reference's own error of about 3 units.
+    """
+    return np.dtype(np.longdouble if np.dtype(dtype).itemsize == 8 else np.float64)
+
+
+def checked_arrays(grad_hy, grad_cy, cx, cy, gates, dtype):
+    """Return the five inputs in the working precision, a missing gradient as zeros."""
+    for name, value in (("cx", cx), ("cy", cy), ("gates", gates)):
+        if value is None:
+            raise missing(name)
+    state, arrays = None, []
+    for name, value in (("cx", cx), ("cy", cy), ("gates", gates), ("grad_hy", grad_hy), ("grad_cy", grad_cy)):
+        array = np.zeros(state, dtype) if value is None else np.asarray(value).astype(dtype)
+        if state is None:
+            state = array.shape
+            if len(state) != 2:
+                raise wrong_rank(name, state)
+        check_shape(name, array, state, blocks=4 if name == "gates" else 1)
+        arrays.append(array)
+    cx, cy, gates, grad_hy, grad_cy = arrays
+    return grad_hy, grad_cy, cx, cy, gates
+
+
+def check_shape(name, array, state, blocks):
+    """Raise unless an array has the shape (N, blocks * H), where `state` is (N, H), the shape of `cx`."""
+    wanted = (state[0], blocks * state[1])
+    if array.shape != wanted:
+        raise wrong_shape(name, "(N, 4*H)" if blocks == 4 else "(N, H)", wanted, "cx", state, array.shape)
+
+
+def sigmoid(a):
+    """Return 1 / (1 + exp(-a)) without overflow, accurate at both ends."""
+    e = np.exp(-np.abs(a))
+    return np.where(a >= 0, 1, e) / (1 + e)
+
+
+def tanh_and_slope(cy):
+    """Return tanh(cy), 1 - tanh(cy)**2 and E = exp(-2 |cy|), with every digit at any cy.
+
+    tanh|x| = (1 - E) / (1 + E) = -expm1(-2|x|) / (1 + E), and 1 - tanh(x)**2 = 4 E / (1 + E)**2.
+    """
+    e = np.exp(-2 * np.abs(cy))
+    t = np.copysign(-np.expm1(-2 * np.abs(cy)) / (1 + e), cy)
+    return t, 4 * e / ((1 + e) * (1 + e)), e
+
+
+def lstm_cell_forward(input_gates, hidden_gates, cx, input_bias=None, hidden_bias=None):
+    """Compute the forward pass of an LSTM cell from its two matrix products, in float64.
+
+    Parameters
+    ----------
+    input_gates, hidden_gates : array_like, shape (N, 4*H)
+        The products of the input and of the hidden state with their weights, four blocks of H columns: i, f, g, o.
+    cx : array_like, shape (N, H)
+        Cell state that enters the cell.
+    input_bias, hidden_bias : array_like of shape (4*H,), optional
+
+    Returns
+    -------
+    hy, cy : ndarray of float64, shape (N, H)
+        Hidden state and cell state that leave the cell.
+    gates : ndarray of float64, shape (N, 4*H)
+        The activated gates, which the backward pass takes.
+    """
+    cx = np.asarray(cx).astype(np.float64)
+    a = np.zeros((cx.shape[0], 4 * cx.shape[1]))
+    for name, product in (("input_gates", input_gates), ("hidden_gates", hidden_gates)):
+        product = np.asarray(product).astype(np.float64)
+        check_shape(name, product, cx.shape, blocks=4)
+        a = a + product
+    for bias in (input_bias, hidden_bias):
+        if bias is not None:
+            a = a + np.asarray(bias).astype(np.float64)
+    a_i, a_f, a_g, a_o = np.split(a, 4, axis=1)
+    i, f, g, o = sigmoid(a_i), sigmoid(a_f), np.tanh(a_g), sigmoid(a_o)
+    cy = f * cx + i * g
+    hy = o * np.tanh(cy)
+    return hy, cy, np.concatenate([i, f, g, o], axis=1)
+
+
+def lstm_cell_backward(grad_hy, grad_cy, cx, cy, gates, has_bias=True, *, nonfinite="nan", dtype=np.float64):
+    """Compute the backward pass of an LSTM cell from its activated gates.
+
+    Parameters
+    ----------
+    grad_hy, grad_cy : array_like of shape (N, H), or None
+        Gradients of the cell's outputs; None stands for zeros.
+    cx, cy : array_like, shape (N, H)
+        Cell state that entered the cell and cell state that left it.
+    gates : array_like, shape (N, 4*H)
+        Activated gates, four blocks of H columns in the order i, f, g, o.
+    has_bias : bool, default True
+        Whether to compute the gradient of the bias.
+    nonfinite : {"nan", "ieee"}
+        "nan": an output element is NaN if an input element that it reads (`READS`) is Inf or NaN. "ieee": plain
+        arithmetic.
+    dtype : dtype, default float64
+        Working precision and dtype of the results, float64 or `numpy.longdouble`.
+
+    Returns
+    -------
+    LSTMCellGradients
+        (grad_gates, grad_cx, grad_bias); grad_bias is None without bias.
+
+    Raises
+    ------
+    NullPointerError, InvalidParameterError
+        As `lstmcell_bwd.lstm_cell_backward`, for a missing array and for a wrong shape.
+
+    Notes
+    -----
+    In float64 the result is within about 3 float64 units (`error_in_units`) of the exact one.
+    """
+    inputs = checked_arrays(grad_hy, grad_cy, cx, cy, gates, dtype)
+    grad_hy, grad_cy, cx, cy, gates = inputs
+    i, f, g, o = np.split(gates, 4, axis=1)
+    with np.errstate(all="ignore"):
+        t, s, _ = tanh_and_slope(cy)
+        total = grad_hy * o * s + grad_cy
+        d_i = total * g * i * (1 - i)
+        d_f = total * cx * f * (1 - f)
+        d_g = total * i * ((1 - g) * (1 + g))
+        d_o = grad_hy * t * o * (1 - o)
+        grad_gates = np.concatenate([d_i, d_f, d_g, d_o], axis=1)
+        grad_cx = total * f
+        if nonfinite == "nan":
+            in_gates, in_cx, _ = nonfinite_mask(*inputs)
+            grad_gates[in_gates] = np.nan
+            grad_cx[in_cx] = np.nan
+        grad_bias = grad_gates.sum(axis=0) if has_bias else None
+    return LSTMCellGradients(grad_gates, grad_cx, grad_bias)
+
+
+def nonfinite_mask(grad_hy, grad_cy, cx, cy, gates):
+    """Mark the elements that are NaN under the operator's rule, because an input that they read is Inf or NaN.
+
+    Parameters
+    ----------
+    grad_hy, grad_cy, cx, cy, gates : array_like
+        As for `lstm_cell_backward`.
+
+    Returns
+    -------
+    LSTMCellGradients
+        Boolean arrays; the bias counts as reading every row of its column.
+    """
+    grad_hy, grad_cy, cx, cy, gates = checked_arrays(grad_hy, grad_cy, cx, cy, gates, np.float64)
+    bad = {
+        name: ~np.isfinite(array)
+        for name, array in zip(
+            ("grad_hy", "grad_cy", "cx", "cy", "i", "f", "g", "o"),
+            (grad_hy, grad_cy, cx, cy, *np.split(gates, 4, axis=1)),
+            strict=True,
+        )
+    }
+    nan = {output: np.logical_or.reduce([bad[name] for name in names]) for output, names in READS.items()}
+    in_gates = np.concatenate([nan["d_i"], nan["d_f"], nan["d_g"], nan["d_o"]], axis=1)
+    return LSTMCellGradients(in_gates, nan["grad_cx"], in_gates.any(axis=0))
+
+
+def scales(grad_hy, grad_cy, cx, cy, gates, dtype=np.float64):
+    """Return what an element's error is measured against: its size, were it not for cancellation in `total`.
+
+    Parameters
+    ----------
+    grad_hy, grad_cy, cx, cy, gates : array_like
+        As for `lstm_cell_backward`.
+    dtype : dtype, default float64
+        Working precision.
+
+    Returns
+    -------
+    LSTMCellGradients
+        For d_o the size of the exact value; for the other elements of grad_gates and for grad_cx the size that it has
+        when `|total|` is replaced by `|grad_hy * o * s| + |grad_cy|`; for grad_bias the sum of its terms' scales.
+    """
+    grad_hy, grad_cy, cx, cy, gates = checked_arrays(grad_hy, grad_cy, cx, cy, gates, dtype)
+    i, f, g, o = np.split(gates, 4, axis=1)
+    with np.errstate(all="ignore"):
+        t, s, _ = tanh_and_slope(cy)
+        total = np.abs(grad_hy * o * s) + np.abs(grad_cy)
+        d_i = total * np.abs(g * i * (1 - i))
+        d_f = total * np.abs(cx * f * (1 - f))
+        d_g = total * np.abs(i * ((1 - g) * (1 + g)))
+        d_o = np.abs(grad_hy * t * o * (1 - o))
+        grad_gates = np.concatenate([d_i, d_f, d_g, d_o], axis=1)
+        return LSTMCellGradients(grad_gates, total * np.abs(f), grad_gates.sum(axis=0))
+
+
+def in_range(grad_hy, grad_cy, cx, cy, gates, dtype=None):
+    """Mark the elements for which the bounds are promised.
+
+    Parameters
+    ----------
+    grad_hy, grad_cy, cx, cy, gates : array_like
+        As for `lstm_cell_backward`.
+    dtype : dtype, optional
+        The dtype of the result to judge; by default that of `cx`.
+
+    Returns
+    -------
+    LSTMCellGradients
+        Boolean arrays. An element is in range if E, s, grad_hy * o, their product, total and every partial product of
+        its formula, taken from left to right, lie between the smallest normal and the largest finite number of the
+        type that the operator computes in, or are 0, and if it is itself no larger than its dtype's largest number. A
+        bias column is in range if all its elements are, and their scales add up to a finite number of the dtype.
+
+    Notes
+    -----
+    Products within 8 eps of the largest number count as too large: the rounding of earlier factors may carry them past.
+    """
+    dtype = np.dtype(np.asarray(cx).dtype if dtype is None else dtype)
+    wide = wide_dtype(dtype)
+    inside, outside = limits(arithmetic_dtype(dtype)), limits(dtype)
+    largest = inside.largest * (1 - 8 * inside.eps)
+    last = outside.largest * (1 - 8 * outside.eps) if dtype.itemsize >= 4 else outside.largest
+    arrays = checked_arrays(grad_hy, grad_cy, cx, cy, gates, wide)
+    grad_hy, grad_cy, cx, cy, gates = arrays
+    i, f, g, o = np.split(gates, 4, axis=1)
+
+    def normal(x):
+        return (x == 0) | ((np.abs(x) >= inside.smallest_normal) & (np.abs(x) <= largest))
+
+    def chain(first, *factors):
+        """Tell whether a product and all its partial products are in range, and the product representable."""
+        good = normal(first)
+        for factor in factors:
+            first = first * factor
+            good &= normal(first)
+        return good & (np.abs(first) <= last)
+
+    with np.errstate(all="ignore"):
+        t, s, e = tanh_and_slope(cy)
+        total = grad_hy * o * s + grad_cy
+        good = normal(e) & normal(s) & normal(grad_hy * o) & normal(grad_hy * o * s) & normal(total)
+        good_gates = np.concatenate(
+            [
+                good & chain(total, g, i, 1 - i),
+                good & chain(total, cx, f, 1 - f),
+                good & chain(total, i, (1 - g) * (1 + g)) & normal((1 - g) * (1 + g)),
+                chain(grad_hy, t, o, 1 - o),
+            ],
+            axis=1,
+        )
+        sums = scales(*arrays, dtype=wide).grad_bias
+        return LSTMCellGradients(good_gates, good & chain(total, f), good_gates.all(axis=0) & (sums <= last))
+
+
+def exact_column_sums(terms):
+    """Sum over the rows, giving a rounded float64 and what rounding cut off.
+
+    Parameters
+    ----------
+    terms : array_like, shape (N, columns)
+        Finite numbers of any type that float64 holds.
+
+    Returns
+    -------
+    high, low : ndarray of float64, shape (columns,)
+        `high + low` is within `N * 2**-104` times the sum of the sizes of the exact sum.
+
+    Notes
+    -----
+    Neighbours are added with Knuth's two-sum (The Art of Computer Programming 2, 4.2.2), which loses nothing.
+    """
+    high = np.asarray(terms).astype(np.float64)
+    low = np.zeros_like(high)
+    if len(high) == 0:
+        return np.zeros(high.shape[1]), np.zeros(high.shape[1])
+    while len(high) > 1:
+        odd = len(high) % 2
+        a, b = high[: len(high) - odd : 2], high[1::2]
+        total = a + b
+        seen = total - a
+        cut = (a - (total - seen)) + (b - seen)
+        cut += low[: len(low) - odd : 2] + low[1::2]
+        high = np.concatenate([total, high[len(high) - odd :]])
+        low = np.concatenate([cut, low[len(low) - odd :]])
+    return high[0], low[0]
+
+
+def bounds(dtype):
+    """Return the largest errors that the package allows itself on inputs that are `in_range`.
+
+    Parameters
+    ----------
+    dtype : dtype
+
+    Returns
+    -------
+    LSTMCellGradients
+        For float32 and float64 4 units for grad_gates and grad_cx, and 2 for grad_bias; for float16 and bfloat16 0.51
+        (0.5 is perfect rounding), and 1 for grad_bias, whose error is given as a share of its bound there.
+    """
+    if np.dtype(dtype).itemsize == 2:
+        return LSTMCellGradients(0.51, 0.51, 1.0)
+    return LSTMCellGradients(4.0, 4.0, 2.0)
+
+
+def distance(result, exact, exact_low, wide):
+    """Return |result - (exact + exact_low)|; equal infinities are 0 apart."""
+    result = np.asarray(result).astype(wide)
+    difference = np.where(result == exact, 0, result - exact)
+    return np.abs(difference if exact_low is None else difference - exact_low)
+
+
+def quotient(error, unit):
+    """Divide, where 0 / 0 is 0 and NaN (a result that is NaN and should not be) is Inf."""
+    with np.errstate(all="ignore"):
+        units = np.where(error == 0, 0, error / unit)
+    return np.where(np.isnan(units), np.inf, units)
+
+
+def errors_in_units(gradients, grad_hy, grad_cy, cx, cy, gates, exact=None, exact_low=None):
+    """Measure the error of every element of a result, in the units in which `bounds` are given.
+
+    Parameters
+    ----------
+    gradients : LSTMCellGradients
+        The result to judge, of the dtype that was computed with.
+    grad_hy, grad_cy, cx, cy, gates : array_like
+        The inputs of the call.
+    exact : LSTMCellGradients, optional
+        The true result; by default `lstm_cell_backward` in `wide_dtype`.
+    exact_low : LSTMCellGradients, optional
+        A second part to add to `exact`, where that was rounded to float64.
+
+    Returns
+    -------
+    LSTMCellGradients
+        For grad_gates and grad_cx: the error over `eps * max(scale, smallest normal)`. For grad_bias of float32 and
+        float64: the distance from the exact sum of the given grad_gates over `eps * sum of |grad_gates|`. For grad_bias
+        of float16 and bfloat16: the error over `0.51 eps max(|exact|, smallest normal) + 0.002 eps * sum of the terms'
+        scales`. None where there is no bias. Elements that are not `in_range` have an error of 0.
+    """
+    dtype = gradients.grad_cx.dtype
+    limit, wide = limits(dtype), wide_dtype(dtype)
+    inputs = (grad_hy, grad_cy, cx, cy, gates)
+    has_bias = gradients.grad_bias is not None
+    good = in_range(*inputs, dtype=dtype)
+    scale = scales(*inputs, dtype=wide)
+    if exact is None:
+        exact = lstm_cell_backward(*inputs, has_bias, dtype=wide)
+    low = exact_low if exact_low is not None else LSTMCellGradients(None, None, None)
+    with np.errstate(all="ignore"):
+        units = [
+            quotient(distance(value, truth, rest, wide), limit.eps * np.maximum(size, limit.smallest_normal))
+            for value, truth, rest, size in zip(gradients[:2], exact[:2], low[:2], scale[:2], strict=True)
+        ]
+        if not has_bias:
+            units.append(None)
+        elif dtype.itemsize == 2:
+            unit = 0.51 * np.maximum(np.abs(exact.grad_bias), limit.smallest_normal) + 0.002 * scale.grad_bias
+            error = distance(gradients.grad_bias, exact.grad_bias, low.grad_bias, wide)
+            units.append(quotient(error, limit.eps * unit))
+        else:
+            high, rest = exact_column_sums(gradients.grad_gates)
+            sizes = np.abs(gradients.grad_gates.astype(wide)).sum(axis=0)
+            units.append(quotient(distance(gradients.grad_bias, high, rest, wide), limit.eps * sizes))
+    return LSTMCellGradients(
+        *(None if u is None else np.where(mask, u, 0).astype(np.float64) for u, mask in zip(units, good, strict=True))
+    )
+
+
+def error_in_units(gradients, grad_hy, grad_cy, cx, cy, gates, exact=None, exact_low=None):
+    """Find the largest error of a result, in the units in which `bounds` are given.
+
+    Parameters
+    ----------
+    gradients, grad_hy, grad_cy, cx, cy, gates, exact, exact_low
+        As for `errors_in_units`.
+
+    Returns
+    -------
+    LSTMCellGradients
+        Three floats: the largest element of each array that `errors_in_units` returns; 0 for an empty one, None where
+        there is no bias.
+    """
+    units = errors_in_units(gradients, grad_hy, grad_cy, cx, cy, gates, exact, exact_low)
+    return LSTMCellGradients(*(None if u is None else float(u.max(initial=0)) for u in units))
