@@ -209,6 +209,19 @@ def test_published_example(user):
     assert not user.get(addresses[5], (1, 32), np.float32).any()
 
 
+def test_association_to_the_last_bit(user):
+    """With saturated cy no exponential is left in the result: tanh is exactly 1 or -1."""
+    inputs = make_inputs(9, 7)
+    inputs[3] = np.where(inputs[3] > 0, np.float32(100), np.float32(-8.7))
+    outputs = [np.zeros(s, np.float32) for s in ((9, 28), (9, 7), (28,))]
+    addresses = [user.put(a) for a in inputs + outputs]
+    tensors = [user.tensor(p, a.shape, np.float32) for p, a in zip(addresses, inputs + outputs, strict=True)]
+    _, size, executor = user.phase_one(tensors)
+    assert user.phase_two(size, executor)[0] == 0 and user.rt.synchronize_stream(user.stream) == 0
+    for address, expected in zip(addresses[5:], model(*inputs, 6104), strict=True):
+        assert np.array_equal(user.get(address, expected.shape, np.float32), expected)
+
+
 def test_all_layouts(sim, user):
     """Every operand is a strided view with an offset into a larger storage, outputs included."""
     batch, hidden = 5, 6
@@ -424,7 +437,11 @@ def test_late_stream_shows_a_missing_synchronise(sim, user):
     assert np.isnan(user.get(fresh, (2, 3), np.float32)).all()  # what uninitialised memory holds
     assert user.rt.synchronize_stream(user.stream) == 0
     assert_close(user.get(fresh, (2, 3), np.float32), model(*inputs, 6104)[1])
-    assert sim.report()["violations"] == []
+    _, size, executor = user.phase_one(tensors)
+    user.phase_two(size, executor)
+    assert user.rt.memset(fresh, 24, 0, 24) == 0
+    read, overwritten = sim.report()["violations"]
+    assert "has to write; synchronise first" in read and "still uses; synchronise first" in overwritten
 
 
 @pytest.mark.parametrize("victim", ["tensor memory", "workspace", "stream"])
@@ -741,9 +758,11 @@ def test_memory_rules(sim, user):
     )
     sim.configure(memory=1000)
     assert user.rt.get_mem_info(1) == (1000, 1000, 0)
-    assert user.rt.malloc(960, 0)[1] == 0 and user.rt.get_mem_info(1)[0] == 8
+    address, code = user.rt.malloc(935, 0)  # rounded up to 960, and a tail of 32
+    assert code == 0 and user.rt.get_mem_info(1)[0] == 8
     assert user.rt.malloc(1, 0)[1] == 207001
     assert "out of device memory" in user.acl.get_recent_err_msg()
+    assert user.rt.free(address) == 0 and user.rt.get_mem_info(1)[0] == 1000
 
 
 def test_copies(sim, user):
@@ -864,8 +883,16 @@ def test_kernel_fault_is_told_later(sim, user, eager):
 START = "import acl, os, ctypes\nassert acl.init() == 0 and acl.rt.set_device(0) == 0\n"
 
 
-def test_the_host_cannot_touch_device_memory(install):
-    script = START + "ctypes.memset(acl.rt.malloc(64, 0)[0], 0, 1)"
+@pytest.mark.parametrize(
+    "access",
+    [
+        "ctypes.memset(acl.rt.malloc(64, 0)[0], 0, 1)",
+        "p = acl.rt.malloc_host(64)[0]; acl.rt.free_host(p); ctypes.memset(p, 0, 1)",
+    ],
+    ids=["device", "freed host"],
+)
+def test_memory_the_host_cannot_touch(install, access):
+    script = START + access
     assert run_script(install, script)[0].returncode == -signal.SIGSEGV
 
 
@@ -942,6 +969,18 @@ def test_missing_symbols(install, tmp_path, missing):
     assert hasattr(library, "aclnnThnnFusedLstmCellBackwardGetWorkspaceSize") == (missing == "phase two")
     assert hasattr(library, "aclnnThnnFusedLstmCellBackward") == (missing == "phase one")
     assert hasattr(library, "aclnnThnnFusedLstmCell")
+
+
+def test_no_operator_library(install, tmp_path):
+    """A second installation in this process works on the first one's runtime."""
+    other = cann_sim.build(tmp_path / "home", operators=None, share=install)
+    assert not [p for p in (other.home / "lib64").iterdir() if p.name in ("libopapi.so", "libopapi_nn.so")]
+    with other.active() as simulation:
+        import acl
+
+        assert acl.init() == 0 and acl.__file__.startswith(str(other.home))
+        assert cann_sim.Simulation(install).report() == simulation.report()
+    assert "acl" not in sys.modules
 
 
 def test_sources_compile_without_warnings(tmp_path, capfd):

@@ -4,6 +4,9 @@ Test equipment, not a product. It was written from public descriptions of CANN a
 with a chip. It imitates what a backend sees through ``import acl`` and ctypes, and is stricter than a chip
 where a chip would crash, corrupt memory or be lucky: such things are recorded as *violations*.
 
+Not simulated: events, ``acl.util`` and ``acl.op``, saturation mode, speed, the
+bits of a chip's exponential, and the first beta of CANN 9, which had two more faults.
+
 A test in this process::
 
     install = cann_sim.build(tmp_path)

@@ -226,7 +226,8 @@ static void sum_rows(float *local, int64_t rows, int64_t width, int64_t padded)
                 local[i * padded + j] += local[(i + step) * padded + j];
 }
 
-/* Columns are shared out in blocks; each is summed in chunks of rows, then the chunk sums, until one is left. */
+/* Columns are shared out in blocks; each is summed in chunks of rows, then the chunk sums, until one is left.
+ * The core that sums a block is our choice; it decides only whose stale data the defect finds. */
 static float *sum_columns(const float *gates, int64_t batch, int64_t columns, int dtype)
 {
     int64_t block = reduce_columns(columns / 4, dtype), chunk = LOCAL_FLOATS / block;

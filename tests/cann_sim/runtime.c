@@ -623,6 +623,14 @@ static int run_copy(void *argument, int device)
     return 0;
 }
 
+/* The synchronous calls do not wait for any stream: what a waiting task still needs must be left alone. */
+static void check_no_task_waits(uint64_t address, uint64_t bytes, bool written, const char *function)
+{
+    if (clashes(address, bytes, written, NULL))
+        sim_violation("%s %s memory that a task waiting on a stream still %s; synchronise first", function,
+                      written ? "overwrites" : "reads", written ? "uses" : "has to write");
+}
+
 /* CANN fact: does not wait for any stream. What a waiting kernel has not written yet, this does not see. */
 SIM_PUBLIC int aclrtMemcpy(uint64_t to, size_t room, uint64_t from, size_t bytes, int kind)
 {
@@ -635,6 +643,8 @@ SIM_PUBLIC int aclrtMemcpy(uint64_t to, size_t room, uint64_t from, size_t bytes
         free(copy);
         return code;
     }
+    check_no_task_waits(from, bytes, false, "aclrtMemcpy");
+    check_no_task_waits(to, bytes, true, "aclrtMemcpy");
     return run_copy(copy, 0);
 }
 
@@ -675,6 +685,7 @@ SIM_PUBLIC int aclrtMemset(uint64_t address, size_t room, int value, size_t byte
                                           : host_memory(address, bytes, "aclrtMemset");
     if (!target)
         return sim_fail(ACL_RT_PARAM_INVALID, "aclrtMemset: bad address");
+    check_no_task_waits(address, bytes, true, "aclrtMemset");
     memset(target, value, bytes);
     return 0;
 }
