@@ -4,6 +4,9 @@
 state and of the bias, computed by a deterministic Cython/OpenMP kernel, or by an Ascend NPU's own operator.
 """
 
+import importlib
+from typing import Any
+
 from lstmcell_bwd._api import (
     BIAS_LEAF_ROWS,
     choose_device,
@@ -16,8 +19,8 @@ from lstmcell_bwd._api import (
     use_isa,
 )
 from lstmcell_bwd._types import LSTMCellGradients
-
 from lstmcell_bwd._version import __version__
+from lstmcell_bwd.dispatch import show_config
 from lstmcell_bwd.errors import (
     InvalidParameterError,
     LSTMCellError,
@@ -37,12 +40,24 @@ __all__ = [
     "NullPointerError",
     "UnsupportedDtypeError",
     "__version__",
+    "aclnn",
     "choose_device",
     "combine_bias",
     "get_isa",
     "get_num_threads",
     "lstm_cell_backward",
     "lstm_cell_backward_part",
+    "npu",
+    "reference",
     "set_num_threads",
+    "show_config",
     "use_isa",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a submodule when it is first asked for, so that importing the package stays cheap."""
+    if name in ("aclnn", "npu", "reference"):
+        return importlib.import_module(f"{__name__}.{name}")
+    message = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(message)

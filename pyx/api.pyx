@@ -177,6 +177,16 @@ cpdef Py_ssize_t get_num_threads() except -1:
     return min(_features.openmp_threads(), _features.usable_cpus())
 
 
+def forked():
+    """Whether this process was forked after this package had been imported, and so computes on one thread.
+
+    Returns
+    -------
+    bool
+    """
+    return bool(lstmcell_forked)
+
+
 cdef int choose_threads(object num_threads, Py_ssize_t batch, Py_ssize_t hidden) except -1:
     """Threads for a call: as many as asked for, or as many as the work pays for."""
     cdef Py_ssize_t number
@@ -391,16 +401,17 @@ cdef object compute_on_host(type kind, Arguments arguments, object out, bint non
     return gradients(kind, grad_gates, grad_cx, last)
 
 
-cdef bint runs_on_cpu(Arguments arguments, object device, object stream) except -1:
-    """The dispatcher's answer; the common cases without a look at Python code."""
+cdef object chosen_npu(Arguments arguments, object device, object stream):
+    """The NPU that the dispatcher chose, or None for the CPU; the common cases without a look at Python code."""
     cdef const char* forced
     if arguments.on_host and isinstance(device, str) and not dispatch.logger.isEnabledFor(LOG_DEBUG):
         forced = getenv("LSTMCELL_BWD_DEVICE")
         if device == "cpu" or (device == "auto" and (forced == NULL or forced[0] == 0)):
             if stream is not None:
                 raise wrong_value("stream", "None where the CPU computes", stream)
-            return True
-    return dispatch.choose(arguments, device, stream).device == "cpu"
+            return None
+    chosen = dispatch.choose(arguments, device, stream).device
+    return None if chosen == "cpu" else chosen
 
 
 # ---- public functions -----------------------------------------------------------------------------------------------
@@ -491,11 +502,12 @@ def lstm_cell_backward(grad_hy, grad_cy, cx, cy, gates, has_bias=True, *, out=No
     cdef bint nonfinite_nan = nonfinite_is_nan(nonfinite)
     if num_threads is not None:
         thread_count(num_threads)
-    if runs_on_cpu(arguments, device, stream):
+    npu = chosen_npu(arguments, device, stream)
+    if npu is None:
         return compute_on_host(LSTMCellGradients, arguments, out, nonfinite_nan, num_threads, 0, False)
     from lstmcell_bwd.npu import op
 
-    return op.lstm_cell_backward(arguments, (grad_hy, grad_cy, cx, cy, gates), out, device, stream)
+    return op.lstm_cell_backward(arguments, out, npu, stream)
 
 
 def lstm_cell_backward_part(grad_hy, grad_cy, cx, cy, gates, has_bias=True, *, first_row, out=None, num_threads=None,

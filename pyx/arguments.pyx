@@ -82,7 +82,7 @@ cdef object as_tensor(name, value):
         return np.ndarray.view(value, np.ndarray)
     from lstmcell_bwd.npu.array import adopt
 
-    on_npu = adopt(value)
+    on_npu = adopt(name, value)
     if on_npu is not None:
         return on_npu
     if isinstance(value, (str, bytes)):
@@ -311,6 +311,24 @@ cdef int check_overlap(Arguments checked) except -1:
     return 0
 
 
+cdef int check_npu_outputs(Arguments checked) except -1:
+    """The rules on overlap for outputs on an NPU, asked of arrays over the device addresses that nobody reads."""
+    earlier = []
+    for name in ("grad_gates", "grad_cx", "grad_bias"):
+        tensor = getattr(checked, name)
+        if tensor is None or isinstance(tensor, np.ndarray):
+            continue
+        addresses = tensor.addresses
+        if overlaps_itself(addresses):
+            raise bad_output(name, "have no two elements that share memory",
+                             f"strides {tensor.strides} for shape {tensor.shape}")
+        for other, other_addresses in earlier:
+            if share_memory(addresses, other_addresses):
+                raise bad_output(name, f"not share memory with `{other}`", "overlapping outputs")
+        earlier.append((name, addresses))
+    return 0
+
+
 cdef inline bint meets_outputs(object tensor, Extent gates, Extent state):
     cdef Extent extent
     if tensor is None:
@@ -402,8 +420,11 @@ cdef Arguments check_arguments(object grad_hy, object grad_cy, object cx, object
 
     checked.on_host = (checked.on_host and on_host(checked.cx) and on_host(checked.cy) and on_host(checked.gates)
                        and on_host(checked.grad_hy) and on_host(checked.grad_cy))
-    if checked.on_host and out is not None:
-        check_overlap(checked)
+    if out is not None:
+        if checked.on_host:
+            check_overlap(checked)
+        else:
+            check_npu_outputs(checked)
     return checked
 
 
