@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import math
 import statistics
 import time
 from typing import TYPE_CHECKING, NamedTuple
@@ -96,8 +97,8 @@ def turn(
     timed : int
         Timed calls in a turn, at least 3.
     least_seconds : float
-        What a short contender is repeated for between two readings of the clock. How often that is, is found at its
-        first turn and kept.
+        What a short contender is repeated for between two readings of the clock; its untimed call is repeated as
+        often, and more often where that was too short.
     clock : callable
         Seconds, as `time.perf_counter`.
 
@@ -109,7 +110,7 @@ def turn(
     if timed < TIMED_CALLS:
         msg = f"`timed` must be at least {TIMED_CALLS}, got {timed}"
         raise ValueError(msg)
-    number = 0
+    number = 1
 
     def seconds(times: int) -> float:
         start = clock()
@@ -121,11 +122,9 @@ def turn(
         collecting = gc.isenabled()
         gc.disable()
         try:
-            run(1)
-            if number == 0:
-                number = 1
-                while (taken := seconds(number)) < least_seconds:
-                    number = max(2 * number, min(100 * number, int(number * least_seconds / taken) if taken > 0 else 0))
+            while (taken := seconds(number)) < least_seconds:
+                wanted = number * least_seconds / taken if taken > 0 else math.inf
+                number = int(max(2 * number, min(100 * number, wanted)))
             return statistics.median(seconds(number) for _ in range(timed)) / number
         finally:
             if collecting:

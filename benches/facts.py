@@ -1,0 +1,93 @@
+"""What every published figure carries: machine, instruction set, compiler, versions, commit.
+
+`python -m benches.facts` prints it. `python -m benches.facts --asv` also describes the machine to asv, so that the
+results and the dashboard name instruction set and compiler beside the CPU; run it once before `asv run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import lstmcell_bwd
+from lstmcell_bwd import _features
+
+__all__ = ["commit", "cpu_name", "facts"]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def cpu_name() -> str:
+    """Return the CPU's name as the operating system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """Return the commit of this checkout, with a "+" where compiled sources differ from it; "unknown" without git."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        name = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True)
+        status = [*git, "status", "--porcelain", "--", "pyx", "setup.py"]
+        changed = subprocess.run(status, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return name.stdout.strip() + ("+" if changed.stdout else "")
+
+
+def facts() -> dict[str, object]:
+    """Collect what a figure measured here and now must carry."""
+    build = _features.build_info()
+    return {
+        "cpu": cpu_name(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "system": f"{platform.system()} {platform.machine()}",
+        "instruction_set": lstmcell_bwd.get_isa(),
+        "compiler": build["compiler"],
+        "cython": build["cython"],
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "lstmcell_bwd": lstmcell_bwd.__version__,
+        "commit": commit(),
+    }
+
+
+def describe_to_asv() -> int:
+    """Write asv's description of this machine; return asv's exit status."""
+    known = facts()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    compiler = str(known["compiler"]).split("(")[0].strip()
+    fields = {
+        "machine": platform.node(),
+        "os": platform.system(),
+        "arch": platform.machine(),
+        "cpu": f"{known['cpu']}, {known['instruction_set']}, {compiler}",
+        "num_cpu": known["cpus"],
+        "ram": f"{memory / 2**30:.0f} GiB",
+    }
+    arguments = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+    config = str(Path(__file__).with_name("asv.conf.json"))
+    return subprocess.run([sys.executable, "-m", "asv", "machine", "--config", config, *arguments]).returncode
+
+
+def main() -> int:
+    """Print the facts, and describe the machine to asv where asked to."""
+    parser = argparse.ArgumentParser(description="machine, instruction set, compiler, versions, commit")
+    parser.add_argument("--asv", action="store_true", help="also describe the machine to asv")
+    print(json.dumps(facts(), indent=2))
+    return describe_to_asv() if parser.parse_args().asv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
