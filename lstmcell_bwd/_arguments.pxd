@@ -10,7 +10,7 @@ cdef class Arguments:
     cdef readonly bint in_place                                 # an output is one of the inputs
     cdef readonly int storage                                        # an enum Storage of kernel_abi.pxi
 
-cdef Arguments check_arguments(object grad_hy, object grad_cy, object cx, object cy, object gates, object has_bias,
+cpdef Arguments check_arguments(object grad_hy, object grad_cy, object cx, object cy, object gates, object has_bias,
                                object out)
 cdef int checked_storage(object name, object tensor) except -1
 cdef bint nonfinite_is_nan(object nonfinite) except -1

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from lstmcell_bwd import npu
 from lstmcell_bwd._arguments import wrong_dtype, wrong_type, wrong_value
 from lstmcell_bwd._version import __version__
 from lstmcell_bwd.errors import InvalidParameterError, NPUUnavailableError
-from lstmcell_bwd.npu import runtime
 
 if TYPE_CHECKING:
     from lstmcell_bwd._arguments import Arguments
 
-__all__ = ["Decision", "choose", "show_config"]
+__all__ = ["Decision", "check_stream", "choose", "show_config"]
 
 logger = logging.getLogger("lstmcell_bwd")
 
@@ -59,13 +59,18 @@ def choose(arguments: Arguments, device: str, stream: object) -> Decision:
     decision = _decide(arguments, *_wanted_device(device))
     if decision.device == "cpu" and stream is not None:
         raise wrong_value("stream", "None where the CPU computes", stream)
+    check_stream(stream)
+    logger.debug("%s: %s", *decision)
+    return decision
+
+
+def check_stream(stream: object) -> None:
+    """Refuse what cannot be a stream of an NPU."""
     if not (stream is None or hasattr(stream, "npu_stream")):
         if isinstance(stream, bool) or not isinstance(stream, int):
             raise wrong_type("stream", "an integer handle, a torch_npu stream or None", stream)
         if stream < 0:
             raise wrong_value("stream", "an integer handle, a torch_npu stream or None", stream)
-    logger.debug("%s: %s", *decision)
-    return decision
 
 
 def _wanted_device(device: str) -> tuple[str, int | None]:
@@ -95,13 +100,13 @@ def _decide(arguments: Arguments, wish: str, index: int | None) -> Decision:
         return Decision("cpu", "it was asked for")
     if wish == "auto":
         return Decision("cpu", "the tensors are on the host, and copying them to a device takes longer than computing")
-    missing = runtime.unavailable_reason(index or 0)
+    missing = npu.unavailable_reason(index or 0)
     if wish == "prefer-npu":
         if missing is not None:
             return Decision("cpu", f"the NPU cannot be used: {missing}")
         if arguments.batch == 0 or arguments.hidden == 0:
             return Decision("cpu", "the tensors are empty")
-        if arguments.dtype.name not in runtime.OPERATOR_DTYPES:
+        if arguments.dtype.name not in npu.OPERATOR_DTYPES:
             return Decision("cpu", f"the NPU's operator has no {arguments.dtype}")
         return Decision("npu:0", "it was preferred and can be used")
     if missing is not None:
@@ -117,7 +122,7 @@ def _on_npu(arguments: Arguments, home: str, wish: str, index: int | None) -> De
         raise wrong_value("device", f"the NPU where the tensors are, {home} (to use the CPU, copy them first)", wish)
     if index is not None and home != f"npu:{index}":
         raise wrong_value("device", f"the NPU where the tensors are, {home}", f"npu:{index}")
-    missing = runtime.unavailable_reason(int(home.removeprefix("npu:")))
+    missing = npu.unavailable_reason(int(home.removeprefix("npu:")))
     if missing is not None:
         message = f"the tensors are on {home}, which cannot be used: {missing}"
         raise NPUUnavailableError(message)
@@ -127,8 +132,8 @@ def _on_npu(arguments: Arguments, home: str, wish: str, index: int | None) -> De
 
 def _check_dtype(arguments: Arguments) -> None:
     """Refuses what the NPU's operator does not have."""
-    if arguments.dtype.name not in runtime.OPERATOR_DTYPES:
-        raise wrong_dtype("cx", f"{' or '.join(runtime.OPERATOR_DTYPES)} on an NPU", arguments.dtype)
+    if arguments.dtype.name not in npu.OPERATOR_DTYPES:
+        raise wrong_dtype("cx", f"{' or '.join(npu.OPERATOR_DTYPES)} on an NPU", arguments.dtype)
 
 
 def _locations(arguments: Arguments) -> dict[str, str]:
@@ -184,7 +189,7 @@ def show_config(mode: str | None = None) -> dict[str, Any] | None:
             "usable cpus": _features.usable_cpus(),
             "forked": _api.forked(),
         },
-        "npu": runtime.describe(),
+        "npu": npu.describe(),
     }
     if mode == "dict":
         return config

@@ -337,7 +337,7 @@ cdef inline bint meets_outputs(object tensor, Extent gates, Extent state):
     return extents_meet(extent, gates) or extents_meet(extent, state)
 
 
-cdef Arguments check_arguments(object grad_hy, object grad_cy, object cx, object cy, object gates, object has_bias,
+cpdef Arguments check_arguments(object grad_hy, object grad_cy, object cx, object cy, object gates, object has_bias,
                                object out):
     """Checks all tensors of a call.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from lstmcell_bwd._arguments import wrong_dtype, wrong_type, wrong_value
 from lstmcell_bwd.errors import InvalidParameterError
-from lstmcell_bwd.npu import runtime
+from lstmcell_bwd.npu import OPERATOR_DTYPES, runtime
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -123,10 +123,15 @@ class NPUArray:
         return target
 
     def fill_from(self, device: runtime.Device, array: np.ndarray) -> None:
-        """Copies an array of the same shape and dtype into this contiguous one; for jobs in companion threads."""
-        if self.nbytes:
-            source = np.ascontiguousarray(array)
-            device.write(self.pointer, source.ctypes.data, self.nbytes)
+        """Copy an array of the same shape and dtype into this one; for jobs in companion threads."""
+        source = np.ascontiguousarray(array)
+        if self.is_contiguous:
+            if self.nbytes:
+                device.write(self.pointer, source.ctypes.data, self.nbytes)
+            return
+        for number, index in enumerate(np.ndindex(self.shape)):
+            place = self.pointer + sum(i * stride for i, stride in zip(index, self.strides, strict=True))
+            device.write(place, source.ctypes.data + number * source.itemsize, source.itemsize)
 
     def fetch(self, device: runtime.Device) -> np.ndarray:
         """`to_numpy` for jobs in companion threads, without waiting."""
@@ -307,8 +312,8 @@ def adopt(name: str, value: object) -> NPUArray | None:
 
 def _view_of_tensor(name: str, tensor: Any) -> NPUArray:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in runtime.OPERATOR_DTYPES:
-        raise wrong_dtype(name, f"{' or '.join(runtime.OPERATOR_DTYPES)} on an NPU", tensor.dtype)
+    if dtype not in OPERATOR_DTYPES:
+        raise wrong_dtype(name, f"{' or '.join(OPERATOR_DTYPES)} on an NPU", tensor.dtype)
     torch_npu = sys.modules.get("torch_npu")
     if torch_npu is not None and torch_npu.get_npu_format(tensor) != _FORMAT_ND:
         if name.startswith("out: "):

@@ -7,7 +7,7 @@ Nothing of CANN is touched before the first call that may need an NPU. From then
   device, context and stream cannot change, whatever fails.
 - ACL is never finalised: that would take it away from everybody in the process.
 - What must be given back is tried twice, and kept in a list for later where the runtime refuses both times.
-- A forked child inherits no companions and no working ACL; there `_state` says so, and nothing of ACL is called.
+- A forked child inherits no companions and no working ACL; there nothing of ACL is called.
 - An exit hook releases everything; after it ACL is not called. Hooks run last in, first out, and this one is installed
   when ACL is first used, hence after those of a library that initialised ACL before.
 """
@@ -21,9 +21,11 @@ import re
 import sys
 import threading
 from collections import deque
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from lstmcell_bwd import npu
 from lstmcell_bwd.errors import LSTMCellError, NPURuntimeError, NPUUnavailableError, Status
 
 if TYPE_CHECKING:
@@ -31,11 +33,9 @@ if TYPE_CHECKING:
 
     from lstmcell_bwd.npu.opapi import Operators
 
-__all__ = ["OPERATOR_DTYPES", "Acl", "Companion", "Device", "Memory", "describe", "get_device", "unavailable_reason"]
+__all__ = ["Acl", "Companion", "Device", "Memory", "describe", "get_device", "insist", "unavailable_reason"]
 
 logger = logging.getLogger("lstmcell_bwd")
-
-OPERATOR_DTYPES = ("float32", "float16")
 
 _HUGE_PAGES_FIRST = 0
 _HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE = 1, 2, 3
@@ -177,6 +177,11 @@ def _open() -> Acl | str:
 
 
 def _try_to_open() -> Acl | str:
+    if npu.forked_from_acl:
+        return (
+            "this process was forked from one that uses the NPU, whose state cannot be carried over; start it with "
+            "multiprocessing's 'spawn' method"
+        )
     try:
         import acl
     except Exception as error:  # an import of compiled code can fail in any way
@@ -209,21 +214,8 @@ def _try_to_open() -> Acl | str:
     return Acl(acl, code == _REPEAT_INITIALIZE, chip, device_count, operators)
 
 
-def unavailable_reason(index: int = 0) -> str | None:
-    """Why an NPU cannot be used in this process, and what to do about it.
-
-    The answer is looked for once per process.
-
-    Parameters
-    ----------
-    index : int
-        The device.
-
-    Returns
-    -------
-    str or None
-        None: it can be used.
-    """
+def unavailable_reason(index: int) -> str | None:
+    """`lstmcell_bwd.npu.unavailable_reason`."""
     acl = _open()
     if isinstance(acl, str):
         return acl
@@ -247,7 +239,7 @@ def get_device(index: int) -> Device:
 
 
 def describe() -> dict[str, Any]:
-    """The state of the NPU as `show_config` reports it."""
+    """`lstmcell_bwd.npu.describe`."""
     acl = _open()
     if isinstance(acl, str):
         return {"available": False, "reason": acl}
@@ -351,10 +343,10 @@ class Companion(threading.Thread):
         for index in {*self.streams, *self.workspaces}:
             device = self.acl.devices[index]
             stream, workspace = self.streams.pop(index, 0), self.workspaces.pop(index, (0, 0))
-            _insist(device.bind)
+            insist(device.bind)
             device.release([workspace[0]] if workspace[0] else [])
             if stream:
-                _insist(self.acl.call, "destroy_stream", stream)
+                insist(self.acl.call, "destroy_stream", stream)
 
 
 class _Handle:
@@ -368,7 +360,7 @@ class _Handle:
             self.companion.stop()
 
 
-def _insist(function: Callable[..., Any], *arguments: Any) -> tuple[bool, NPURuntimeError | None]:
+def insist(function: Callable[..., Any], *arguments: Any) -> tuple[bool, NPURuntimeError | None]:
     """Makes a call that gives something back, twice if the first attempt fails.
 
     Returns
@@ -393,7 +385,7 @@ def _insist(function: Callable[..., Any], *arguments: Any) -> tuple[bool, NPURun
 
 
 class Device:
-    """One NPU. Its methods, but for `run`, `caller_context` and `forget`, are for jobs in companion threads.
+    """One NPU. Its methods, but for `run`, `soon` and `caller_context`, are for jobs in companion threads.
 
     Parameters
     ----------
@@ -414,7 +406,7 @@ class Device:
         self._last_fault: NPURuntimeError | None = None
         self._context = 0
         self._allocated: set[int] = set()
-        self._to_free: deque[int] = deque()  # refused by the runtime, or dropped where nothing could be called
+        self._later: deque[Callable[[], Any]] = deque()  # refused by the runtime, or dropped in the middle of a job
         self._opening = threading.Lock()
         self._asking = threading.Lock()
 
@@ -429,16 +421,16 @@ class Device:
             The context to bind; 0 is the device's default one.
         """
         if self.acl is not _state:
-            raise NPUUnavailableError(f"npu:{self.index} cannot be used: {_state}")
+            raise NPUUnavailableError(f"npu:{self.index} cannot be used: {unavailable_reason(self.index)}")
         companion = self.acl.companion()
 
         def job() -> Any:
             self.bind(context)
-            self._free_late()
+            self._clean_up()
             try:
                 return function(companion)
             finally:
-                self._free_late()
+                self._clean_up()
 
         return companion.submit(job)
 
@@ -450,7 +442,7 @@ class Device:
                 try:
                     self._context = self.acl.call("get_context")
                 except NPURuntimeError:
-                    _insist(self.acl.call, "reset_device", self.index)
+                    insist(self.acl.call, "reset_device", self.index)
                     raise
         self.acl.call("set_context", context or self._context)
 
@@ -523,37 +515,42 @@ class Device:
         addresses = [address for address in addresses if address]
         first = None
         if addresses and not idle:
-            idle, first = _insist(self.synchronise)
+            idle, first = insist(self.synchronise)
             if not idle:
-                self._to_free.extend(addresses)
+                self._later.append(partial(self.release, addresses))
                 return first
         for address in addresses:
-            done, error = _insist(self.acl.call, "free", address)
+            done, error = insist(self.acl.call, "free", address)
             if done:
                 self._allocated.discard(address)
             else:
-                self._to_free.append(address)
+                self._later.append(partial(self.release, [address]))
             first = first or error
         return first
 
-    def forget(self, address: int) -> NPURuntimeError | None:
-        """Frees memory from any thread."""
+    def abandon(self, companion: Companion, addresses: list[int]) -> None:
+        """Clean up after a failure: nothing is freed or used again before the device has stopped using it."""
+        idle, _ = insist(self.synchronise)
+        if not idle:
+            addresses.append(companion.workspaces.pop(self.index, (0, 0))[0])
+        self.release(addresses, idle)
+
+    def soon(self, function: Callable[[], NPURuntimeError | None]) -> NPURuntimeError | None:
+        """Give something back from any thread: now, or with the next job where nothing can be called now."""
         if self.acl is not _state:
             return None
         if getattr(_thread, "serves", False):  # the garbage collector struck in the middle of a job
-            self._to_free.append(address)
+            self._later.append(function)
             return None
         try:
-            return self.run(lambda _: self.release([address]))
+            return self.run(lambda _: function())
         except NPURuntimeError as error:
-            self._to_free.append(address)
+            self._later.append(function)
             return error
 
-    def _free_late(self) -> None:
-        addresses = []
-        while self._to_free:
-            addresses.append(self._to_free.popleft())
-        self.release(addresses)
+    def _clean_up(self) -> None:
+        for _ in range(len(self._later)):
+            self._later.popleft()()
 
     def own_stream(self, companion: Companion) -> int:
         """The stream of the thread that a companion serves."""
@@ -578,9 +575,10 @@ class Device:
     def close(self) -> None:
         """Frees all that is left and gives the device back."""
         if self._context:
-            _insist(self.bind)
+            insist(self.bind)
+            self._clean_up()
             self.release(list(self._allocated))
-            _insist(self.acl.call, "reset_device", self.index)
+            insist(self.acl.call, "reset_device", self.index)
 
 
 class Memory:
@@ -628,7 +626,7 @@ class Memory:
         """Frees the memory, after waiting for the device."""
         device = self._device
         if device is not None:
-            error = device.forget(self.disown())
+            error = device.soon(partial(device.release, [self.disown()]))
             if error is not None:
                 raise error
 
@@ -642,16 +640,11 @@ class Memory:
 # ---- fork and exit -------------------------------------------------------------------------------------------------
 
 def _in_forked_child() -> None:
-    """Forgets the parent's ACL, ours or that of a library that may have initialised it."""
+    """Forgets the parent's ACL; a lock that another thread of the parent held is replaced."""
     global _state, _lock
     _lock = threading.Lock()
-    if isinstance(_state, Acl) or (
-        _state is None and any(name in sys.modules for name in ("acl", "torch_npu", "mindspore"))
-    ):
-        _state = (
-            "this process was forked from one that uses the NPU, whose state cannot be carried over; start it with "
-            "multiprocessing's 'spawn' method"
-        )
+    if isinstance(_state, Acl):
+        _state = None
 
 
 os.register_at_fork(after_in_child=_in_forked_child)

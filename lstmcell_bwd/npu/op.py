@@ -1,0 +1,376 @@
+"""One call of the operator on an NPU: from checked arguments to results.
+
+`prepare` and `NPUExecutor.run` mirror the CPU backend's interface. They and everything that takes a companion run in
+companion threads; see `lstmcell_bwd.npu.runtime`.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lstmcell_bwd._types import LSTMCellGradients
+from lstmcell_bwd.npu import runtime
+from lstmcell_bwd.npu.array import NPUArray
+from lstmcell_bwd.npu.runtime import insist
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lstmcell_bwd._arguments import Arguments
+    from lstmcell_bwd.errors import NPURuntimeError
+    from lstmcell_bwd.npu.runtime import Companion, Device
+
+__all__ = ["NPUExecutor", "Operands", "call_stream", "lstm_cell_backward", "prepare"]
+
+# The operator's known defect: its bias sum loses rows where it reduces 4095 or more rows at a time, which it does for
+# float32 and a hidden size of at most twice the number of vector cores (96 on the largest known chip; 128 leaves a
+# margin). Such batches are computed in parts of fewer rows; a multiple of 8 rows keeps every part on 32 bytes.
+_DEFECT_ROWS = 4095
+_DEFECT_HIDDEN = 128
+_PART_ROWS = 4088
+
+
+# ---- the two phases -----------------------------------------------------------------------------------------------
+
+
+class Operands:
+    """The eight tensors that the operator insists on, on one device.
+
+    A missing gradient is filled in with zeros and an unused bias with one element. An input that an output overlaps is
+    copied before the launch, since CANN leaves open what happens then.
+
+    Parameters
+    ----------
+    device : Device
+    inputs : sequence of NPUArray or None
+        grad_hy, grad_cy, cx, cy, gates.
+    outputs : sequence of NPUArray or None
+        grad_gates, grad_cx, grad_bias; the last is None without bias.
+
+    Attributes
+    ----------
+    inputs, outputs : list of NPUArray
+    memories : list of Memory
+        What was allocated to fill in; must live until the stream is done.
+    """
+
+    def __init__(
+        self, device: Device, inputs: Sequence[NPUArray | None], outputs: Sequence[NPUArray | None]
+    ) -> None:
+        self.memories: list[runtime.Memory] = []
+        self._device = device
+        self._copies: list[tuple[int, int, int]] = []
+        try:
+            self.inputs = self._filled(inputs, inputs[2], zeros=True)
+            self.outputs = self._filled(outputs, None, zeros=False)
+            for k, array in enumerate(self.inputs):
+                if any(_overlap(array, output) for output in self.outputs):
+                    self.inputs[k] = self._copied(array)
+        except BaseException:
+            device.release(self.disown(), idle=True)
+            raise
+
+    def _filled(self, arrays: Sequence[NPUArray | None], like: NPUArray | None, zeros: bool) -> list[NPUArray]:
+        filled = list(arrays)
+        if None in filled:
+            dtype = next(array.dtype for array in filled if array is not None)
+            missing = NPUArray.allocate(self._device, (1,) if like is None else like.shape, dtype, zeros)
+            self.memories.append(missing.memory)
+            filled = [missing if array is None else array for array in filled]
+        return filled
+
+    def _copied(self, array: NPUArray) -> NPUArray:
+        low, high = array.extent
+        memory = self._device.allocate(high - low)
+        self.memories.append(memory)
+        self._copies.append((memory.address, array.memory.address + low, high - low))
+        return NPUArray(memory, array.shape, array.dtype, array.strides, array.offset - low)
+
+    def copy_inputs(self, stream: int) -> None:
+        """Launch the copies of inputs that an output overlaps."""
+        for target, source, nbytes in self._copies:
+            self._device.copy_later(target, source, nbytes, stream)
+
+    def disown(self) -> list[int]:
+        """Hand all memory over to somebody who will free it."""
+        return [memory.disown() for memory in self.memories]
+
+
+def _overlap(a: NPUArray, b: NPUArray) -> bool:
+    """Whether two arrays may share memory."""
+    low_a, high_a = a.extent
+    low_b, high_b = b.extent
+    start_a, start_b = a.memory.address, b.memory.address
+    return start_a + low_a < start_b + high_b and start_b + low_b < start_a + high_a
+
+
+class NPUExecutor:
+    """One prepared call on an NPU. Internal interface of a backend: `workspace_size`, then `run`, once.
+
+    Attributes
+    ----------
+    workspace_size : int
+        Bytes of device memory that `run` needs.
+    """
+
+    def __init__(self, device: Device, tensors: list[int], workspace_size: int, handle: int) -> None:
+        self.workspace_size = workspace_size
+        self._device = device
+        self._tensors = tensors
+        self._handle: int | None = handle
+
+    def run(self, workspace: int, stream: int) -> None:
+        """Launch the call in device memory of `workspace_size` bytes at an address, and return at once."""
+        handle, self._handle = self._handle, None
+        try:
+            self._device.acl.operators.phase_two(workspace, self.workspace_size, handle, stream)
+        except BaseException:
+            self.discard()
+            raise
+        error = self.discard()
+        if error is not None:
+            raise error
+
+    def discard(self) -> NPURuntimeError | None:
+        """Give the tensors back, and the executor where phase two has not done so; return the first failure."""
+        tensors, self._tensors = self._tensors, []
+        handle, self._handle = self._handle, None
+        return _give_back(self._device, tensors, handle)
+
+    def __del__(self) -> None:
+        """Give back what an executor that was never run still holds."""
+        if self._handle is not None:
+            self._device.soon(partial(_give_back, self._device, self._tensors, self._handle))
+
+
+def _give_back(device: Device, tensors: Sequence[int], executor: int | None) -> NPURuntimeError | None:
+    operators = device.acl.operators
+    errors = [insist(operators.destroy_tensor, tensor)[1] for tensor in tensors]
+    if executor is not None:
+        errors.append(insist(operators.destroy_executor, executor)[1])
+    return next((error for error in errors if error is not None), None)
+
+
+def prepare(
+    device: Device, inputs: Sequence[NPUArray], outputs: Sequence[NPUArray], has_bias: bool
+) -> NPUExecutor:
+    """Turn the operator's eight tensors into an executor: phase one."""
+    operators = device.acl.operators
+    tensors: list[int] = []
+    try:
+        for array in (*inputs, *outputs):
+            tensors.append(operators.create_tensor(array))
+        workspace_size, handle = operators.phase_one(tensors, has_bias)
+    except BaseException:
+        _give_back(device, tensors, None)
+        raise
+    return NPUExecutor(device, tensors, workspace_size, handle)
+
+
+def _launch(
+    device: Device,
+    companion: Companion,
+    inputs: Sequence[NPUArray],
+    outputs: Sequence[NPUArray],
+    has_bias: bool,
+    stream: int,
+) -> None:
+    """Both phases, in the companion's workspace."""
+    executor = prepare(device, inputs, outputs, has_bias)
+    try:
+        workspace = device.workspace(companion, executor.workspace_size, stream)
+    except BaseException:
+        executor.discard()
+        raise
+    executor.run(workspace, stream)
+
+
+# ---- streams ------------------------------------------------------------------------------------------------------
+
+
+def call_stream(device: Device, tensors: Sequence[NPUArray], stream: Any) -> tuple[int | None, bool]:
+    """Find the stream of a call; for the calling thread, right before the launch.
+
+    Parameters
+    ----------
+    device : Device
+    tensors : sequence of NPUArray
+    stream : int, torch_npu stream or None
+
+    Returns
+    -------
+    handle : int or None
+        None: a stream of our own.
+    wait : bool
+        Whether the device must be awaited first, because earlier work on these tensors is on another stream.
+    """
+    of_torch = any(tensor.memory.owner is not None for tensor in tensors)
+    torch_npu = sys.modules.get("torch_npu") if of_torch else None
+    # Reading the number drains torch_npu's queue of work that is not launched yet, so it is read anew for every call.
+    current = None if torch_npu is None else torch_npu.npu.current_stream(device.index).npu_stream
+    if stream is None:
+        wait = any(tensor.memory.launched_at is not None for tensor in tensors) or (of_torch and torch_npu is None)
+        return current, wait
+    handle = stream if isinstance(stream, int) else stream.npu_stream
+    return handle, current not in (None, handle)
+
+
+# ---- the whole call -----------------------------------------------------------------------------------------------
+
+
+def lstm_cell_backward(arguments: Arguments, out: Any, device: str, stream: Any) -> LSTMCellGradients:
+    """`lstmcell_bwd.lstm_cell_backward` where the dispatcher chose an NPU.
+
+    Parameters
+    ----------
+    arguments : Arguments
+        All on the host, or all on that NPU.
+    out : tuple or None
+        As the caller gave it.
+    device : str
+        "npu:<index>".
+    stream : int, torch_npu stream or None
+
+    Returns
+    -------
+    LSTMCellGradients
+        ndarrays, NPUArrays or torch_npu tensors, like `cx`.
+    """
+    place = runtime.get_device(int(device.removeprefix("npu:")))
+    inputs = [arguments.grad_hy, arguments.grad_cy, arguments.cx, arguments.cy, arguments.gates]
+    outputs = [arguments.grad_gates, arguments.grad_cx, arguments.grad_bias]
+    given = list(out) if out is not None else [None, None, None]
+    shapes = [arguments.gates.shape, arguments.cx.shape, (4 * arguments.hidden,)]
+    wanted = range(3 if arguments.has_bias else 2)
+    owner = None if arguments.on_host else arguments.cx.memory.owner
+    if owner is not None:
+        from lstmcell_bwd.npu.array import adopt
+
+        for k in wanted:
+            if outputs[k] is None:
+                given[k] = owner.new_empty(shapes[k])
+                outputs[k] = adopt("out", given[k])
+    call = _Call(place, arguments, inputs, outputs, shapes)
+    handle, wait = call_stream(place, [array for array in (*inputs, *outputs) if isinstance(array, NPUArray)], stream)
+    context = 0 if handle is None else place.caller_context()
+    results = place.run(partial(call.run, stream=handle, wait=wait), context)
+    for k in wanted:
+        if isinstance(outputs[k], np.ndarray):
+            np.copyto(outputs[k], results[k])
+        if given[k] is None:
+            given[k] = results[k]
+    return LSTMCellGradients(*given)
+
+
+class _Call:
+    """One call of `lstm_cell_backward`, with what it holds on the device while it runs.
+
+    Parameters
+    ----------
+    device : Device
+    arguments : Arguments
+    inputs, outputs : list of ndarray, NPUArray or None
+    shapes : list of tuple
+        The outputs' shapes.
+    """
+
+    def __init__(
+        self, device: Device, arguments: Arguments, inputs: list[Any], outputs: list[Any], shapes: list[Any]
+    ) -> None:
+        self._device = device
+        self._on_host = arguments.on_host
+        self._has_bias = arguments.has_bias
+        self._dtype = arguments.dtype.newbyteorder("=")
+        self._batch, self._hidden = arguments.batch, arguments.hidden
+        self._inputs, self._outputs, self._shapes = inputs, outputs, shapes
+        self._temporary: list[runtime.Memory] = []
+        self._created: list[runtime.Memory] = []
+
+    def run(self, companion: Companion, stream: int | None, wait: bool) -> list[Any]:
+        """Compute, wait, and return the outputs: as ndarrays where the tensors are on the host."""
+        device = self._device
+        try:
+            results = self._run(companion, stream, wait)
+        except BaseException:
+            device.abandon(companion, [memory.disown() for memory in (*self._temporary, *self._created)])
+            raise
+        error = device.release([memory.disown() for memory in self._temporary], idle=True)
+        if error is not None:
+            device.release([memory.disown() for memory in self._created], idle=True)
+            raise error
+        return results
+
+    def _run(self, companion: Companion, stream: int | None, wait: bool) -> list[Any]:
+        device = self._device
+        faults = device.faults
+        if wait:
+            device.synchronise()
+        outputs = [self._output(k) for k in range(2 + self._has_bias)]
+        bias = None
+        if self._batch and self._hidden:
+            inputs = [self._input(array) for array in self._inputs]
+            if stream is None:
+                stream = device.own_stream(companion)
+            bias = self._compute(companion, inputs, outputs, stream)
+            for array in inputs:
+                if array is not None and array.memory.launched_at is not None:
+                    faults = min(faults, array.memory.launched_at)
+            device.check(faults)
+        elif self._has_bias:
+            bias = np.zeros(self._shapes[2], self._dtype)
+        if self._on_host:
+            return [bias if k == 2 and bias is not None else output.fetch(device) for k, output in enumerate(outputs)]
+        if bias is not None:
+            outputs[2].fill_from(device, bias)
+        return outputs
+
+    def _input(self, array: Any) -> NPUArray | None:
+        """The tensor on the device."""
+        if isinstance(array, np.ndarray):
+            array = NPUArray.upload(self._device, array.astype(self._dtype, copy=False))
+            self._temporary.append(array.memory)
+        return array
+
+    def _output(self, k: int) -> NPUArray:
+        """The tensor on the device that output k is written to."""
+        array = self._outputs[k]
+        if not isinstance(array, NPUArray):
+            array = NPUArray.allocate(self._device, self._shapes[k], self._dtype)
+            (self._temporary if self._on_host else self._created).append(array.memory)
+        return array
+
+    def _compute(
+        self, companion: Companion, inputs: list[NPUArray | None], outputs: list[NPUArray], stream: int
+    ) -> np.ndarray | None:
+        """Launch and wait; return the bias where it had to be added up here."""
+        device = self._device
+        operands = Operands(device, inputs, [*outputs, None][:3])
+        self._temporary += operands.memories
+        operands.copy_inputs(stream)
+        if not (
+            self._has_bias
+            and self._dtype == np.float32
+            and self._batch >= _DEFECT_ROWS
+            and self._hidden <= _DEFECT_HIDDEN
+        ):
+            _launch(device, companion, operands.inputs, operands.outputs, self._has_bias, stream)
+            device.synchronise(stream)
+            return None
+        parts = [slice(row, row + _PART_ROWS) for row in range(0, self._batch, _PART_ROWS)]
+        pitch = -(-4 * self._hidden // 8) * 8  # rows of 32-byte units
+        sums = NPUArray.allocate(device, (len(parts), pitch), self._dtype)
+        self._temporary.append(sums.memory)
+        for k, rows in enumerate(parts):
+            part_sum = NPUArray(sums.memory, self._shapes[2], self._dtype, sums.strides[1:], k * sums.strides[0])
+            part_outputs = [operands.outputs[0][rows], operands.outputs[1][rows], part_sum]
+            _launch(device, companion, [array[rows] for array in operands.inputs], part_outputs, True, stream)
+        device.synchronise(stream)
+        total = np.zeros(self._shapes[2])
+        with np.errstate(all="ignore"):
+            for part in sums.fetch(device)[:, : 4 * self._hidden]:
+                total += part
+            return total.astype(self._dtype)
