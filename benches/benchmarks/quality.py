@@ -67,7 +67,7 @@ class LimitOfDtypes:
 
 
 class SecondThread:
-    """What a second thread gains, over what it gains the limit in the same run, by the best of five ratios; 1 is all there is."""
+    """What a second thread gains, over the limit's gain in the same run, best of five ratios; 1 is all there is."""
 
     params = (("256x1024", "4096x1024", "16384x256", "1x65536"),)
     param_names = ("size",)
