@@ -308,6 +308,8 @@ def in_range(grad_hy, grad_cy, cx, cy, gates, dtype=None):
     Notes
     -----
     Products within 8 eps of the largest number count as too large: the rounding of earlier factors may carry them past.
+    Likewise where the two terms of total cancel and 8 eps of the larger one, multiplied by the factors that follow, is
+    too large.
     """
     dtype = np.dtype(np.asarray(cx).dtype if dtype is None else dtype)
     wide = wide_dtype(dtype)
@@ -321,29 +323,35 @@ def in_range(grad_hy, grad_cy, cx, cy, gates, dtype=None):
     def normal(x):
         return (x == 0) | ((np.abs(x) >= inside.smallest_normal) & (np.abs(x) <= largest))
 
-    def chain(first, *factors):
-        """Tell whether a product and all its partial products are in range, and the product representable."""
-        good = normal(first)
+    def chain(first, *factors, error=0):
+        """Tell whether a product and all its partial products are in range, and the product representable.
+
+        `error` is what rounding may have added to the first factor.
+        """
+        good, reach = normal(first), np.abs(first) + error
         for factor in factors:
-            first = first * factor
-            good &= normal(first)
-        return good & (np.abs(first) <= last)
+            first, reach = first * factor, reach * np.abs(factor)
+            good &= normal(first) & (reach <= largest)
+        return good & (reach <= last)
 
     with np.errstate(all="ignore"):
         t, s, e = tanh_and_slope(cy)
         total = grad_hy * o * s + grad_cy
+        error = 8 * inside.eps * (np.abs(grad_hy * o * s) + np.abs(grad_cy))
         good = normal(e) & normal(s) & normal(grad_hy * o) & normal(grad_hy * o * s) & normal(total)
         good_gates = np.concatenate(
             [
-                good & chain(total, g, i, 1 - i),
-                good & chain(total, cx, f, 1 - f),
-                good & chain(total, i, (1 - g) * (1 + g)) & normal((1 - g) * (1 + g)),
+                good & chain(total, g, i, 1 - i, error=error),
+                good & chain(total, cx, f, 1 - f, error=error),
+                good & chain(total, i, (1 - g) * (1 + g), error=error) & normal((1 - g) * (1 + g)),
                 chain(grad_hy, t, o, 1 - o),
             ],
             axis=1,
         )
         sums = scales(*arrays, dtype=wide).grad_bias
-        return LSTMCellGradients(good_gates, good & chain(total, f), good_gates.all(axis=0) & (sums <= last))
+        return LSTMCellGradients(
+            good_gates, good & chain(total, f, error=error), good_gates.all(axis=0) & (sums <= last)
+        )
 
 
 def exact_column_sums(terms):

@@ -389,7 +389,7 @@ cdef object compute_on_host(type kind, Arguments arguments, object out, bint non
     if arguments.batch > 0 and arguments.hidden > 0:
         executor = prepare(arguments, (grad_gates, grad_cx, last), nonfinite_nan, num_threads, first_leaf, partial)
         parts = run_on_host(executor)
-        if partial:
+        if partial and arguments.has_bias:
             last = parts
     elif arguments.has_bias and not partial:
         last.fill(0)
