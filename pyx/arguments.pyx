@@ -381,6 +381,8 @@ cpdef Arguments check_arguments(object grad_hy, object grad_cy, object cx, objec
     storage = check_dtype("cx", checked.cx, -1, None)
     checked.storage = storage
     checked.dtype = checked.cx.dtype
+    if PyArray_CheckExact(checked.cx) and not cnp.PyArray_ISNOTSWAPPED(checked.cx):
+        checked.dtype = checked.dtype.newbyteorder("=")      # results are native
     check_dtype("cy", checked.cy, storage, checked.dtype)
     check_dtype("gates", checked.gates, storage, checked.dtype)
     if checked.grad_hy is not None:
