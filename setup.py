@@ -23,6 +23,10 @@ from setuptools.command.build_ext import build_ext
 ISA_LEVELS = {
     "baseline": (None, []),
     "avx2": (("x86_64", "AMD64"), ["-mavx2", "-mf16c"]),
+    "avx512": (
+        ("x86_64", "AMD64"),
+        ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mf16c", "-mprefer-vector-width=512"],
+    ),
 }
 
 # Bits matter: no contraction of a * b + c, no value-changing optimisation. -fno-trapping-math allows the vectoriser to

@@ -70,7 +70,7 @@ def built_isas():
     """
     folder = os.path.dirname(__file__)
     names = [name for name in os.listdir(folder) if name.startswith("_kernel_")]
-    return tuple(isa for isa in ("baseline", "avx2") if any(name.startswith(f"_kernel_{isa}.") for name in names))
+    return tuple(isa for isa in _features.ISAS if any(name.startswith(f"_kernel_{isa}.") for name in names))
 
 
 def use_isa(name):
@@ -78,7 +78,7 @@ def use_isa(name):
 
     Parameters
     ----------
-    name : {"auto", "baseline", "avx2"}
+    name : {"auto", "baseline", "avx2", "avx512"}
         "auto" is the environment variable LSTMCELL_BWD_ISA where it is set, else the highest level that was built
         and that this CPU runs.
 
@@ -99,8 +99,8 @@ def use_isa(name):
         source = "LSTMCELL_BWD_ISA"
     if name == "auto":
         name = [isa for isa in built if isa in runnable][-1]
-    if name not in ("baseline", "avx2"):
-        raise wrong_value(source, "one of 'auto', 'baseline', 'avx2'", name)
+    if name not in _features.ISAS:
+        raise wrong_value(source, f"one of {('auto', *_features.ISAS)}", name)
     if name not in built:
         raise wrong_value(source, f"an instruction set that this installation was built with, {built}", name)
     if name not in runnable:
@@ -205,6 +205,8 @@ cdef enum:
     ALIGNMENT = 64
     # Bytes that a call moves from which on outputs bypass the cache; measured, see benches/README.md.
     STREAMING_BYTES = 32 * 1024 * 1024
+    # Bytes from which on inputs come from memory, and are prefetched.
+    PREFETCH_BYTES = 32 * 1024 * 1024
 
 
 cdef object allocate(int axes, Py_ssize_t rows, Py_ssize_t columns, object dtype):
@@ -300,6 +302,7 @@ cpdef CPUExecutor prepare(Arguments arguments, object outputs, bint nonfinite_na
     cdef CPUExecutor executor = CPUExecutor.__new__(CPUExecutor)
     cdef Call* call = &executor.call
     cdef Storage storage = <Storage>arguments.storage
+    cdef Py_ssize_t moved
     cdef int k
     grad_gates, grad_cx, grad_bias = outputs
     if kernel == NULL:
@@ -327,7 +330,12 @@ cpdef CPUExecutor prepare(Arguments arguments, object outputs, bint nonfinite_na
     if call.has_bias and not partial:
         call.bias = <char*>cnp.PyArray_DATA(grad_bias)
         call.bias_stride = cnp.PyArray_STRIDE(grad_bias, 0)
-    call.streaming = (not call.in_place and call.batch * call.hidden * 13 * cnp.PyArray_ITEMSIZE(<cnp.ndarray>arguments.cx) >= STREAMING_BYTES)
+    call.item_bytes = cnp.PyArray_ITEMSIZE(<cnp.ndarray>arguments.cx)
+    moved = PLANES * call.batch * call.hidden * call.item_bytes
+    call.prefetch = moved >= PREFETCH_BYTES
+    call.streaming = (moved >= STREAMING_BYTES and not call.in_place
+                      and call.target[0].column_stride == call.item_bytes
+                      and call.target[4].column_stride == call.item_bytes)
     call.staged = call.in_place or call.streaming or not (call.target[0].direct and call.target[4].direct)
     call.threads = choose_threads(num_threads, call.batch, call.hidden)
     kernel.plan(call)

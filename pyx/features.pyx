@@ -16,14 +16,20 @@ cdef extern from *:
     #include <stdint.h>
 
     #if defined(__x86_64__)
-    /* GCC's and Clang's own detection; it includes the operating system's support for the wide registers. */
+    /* GCC's and Clang's own detection; it includes the operating system's support for the wide registers. Asked for are
+     * exactly the features whose flags the stubs are compiled with. */
     static int lstmcell_runs_avx2(void) {
         __builtin_cpu_init();
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
     }
+    static int lstmcell_runs_avx512(void) {
+        return lstmcell_runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
+               && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    }
     static uint64_t lstmcell_fp_state(void) { return __builtin_ia32_stmxcsr() & ~(uint64_t)0x3f; }
     #elif defined(__aarch64__)
     static int lstmcell_runs_avx2(void) { return 0; }
+    static int lstmcell_runs_avx512(void) { return 0; }
     static uint64_t lstmcell_fp_state(void) {
         uint64_t state;
         __asm__ volatile("mrs %0, fpcr" : "=r"(state));
@@ -31,6 +37,7 @@ cdef extern from *:
     }
     #else
     static int lstmcell_runs_avx2(void) { return 0; }
+    static int lstmcell_runs_avx512(void) { return 0; }
     static uint64_t lstmcell_fp_state(void) { return 0; }
     #endif
 
@@ -48,9 +55,14 @@ cdef extern from *:
     int _OPENMP
     int omp_get_max_threads()
     bint lstmcell_runs_avx2()
+    bint lstmcell_runs_avx512()
     uint64_t lstmcell_fp_state()
     const char* LSTMCELL_COMPILER
     const char* CYTHON_HEX "LSTMCELL_CYTHON"
+
+
+# All instruction-set levels, lowest first; setup.py has their flags.
+ISAS = ("baseline", "avx2", "avx512")
 
 
 def runnable_isas():
@@ -60,7 +72,8 @@ def runnable_isas():
     -------
     tuple of str
     """
-    return ("baseline", "avx2") if lstmcell_runs_avx2() else ("baseline",)
+    runs = {"baseline": True, "avx2": lstmcell_runs_avx2(), "avx512": lstmcell_runs_avx512()}
+    return tuple(isa for isa in ISAS if runs[isa])
 
 
 def fp_state():

@@ -10,17 +10,19 @@
 #     grad_cx            total * f                                      [N, H]
 #
 # Design
-# a) One pass. A *tile* is a run of at most RUN_ROWS rows by at most TILE columns. Its inputs are read once, where
-#    they lie or packed into L1; its results leave once, directly or from a stage in L1; its gate gradients are
-#    summed over the run on the way.
+# a) One pass. A *tile* is a run of at most RUN_ROWS rows by at most MOST_TILE columns. Its inputs are read once, where
+#    they lie or packed into the first cache; its results leave once, directly or from a stage; its gate gradients are
+#    summed over the run while they are still there.
 # b) Same bits everywhere. Every multiplication and addition rounds on its own (no contraction, no fma), columns
 #    never mix, and the bias order is fixed by the row index alone: runs of RUN_ROWS rows one after another in the
 #    arithmetic type, run sums one after another in a wider type within a leaf of LEAF_ROWS rows, and a binary tree
-#    in that wider type above the leaves. Threads and column strips only decide who computes which part of it.
-# c) Inf, NaN and |cy| past the range of the plain exponential are rare, so the row that vectorises best does not
-#    treat them: it makes their run sum non-finite. A run whose sum is not finite is computed again with care.
-#    (Every input of the operator enters d_i, d_f or d_o as a factor or a term, and Inf and NaN survive
-#    multiplication and addition; an Inf from overflow only costs the second look.)
+#    in that wider type above the leaves. Threads, column strips and tiles only decide who computes which part of it.
+# c) Inf, NaN and |cy| past the range of the plain exponential are rare, so the loops that vectorise best do not treat
+#    them: they turn them into results that are not finite, and a row with such a result is computed again with care.
+#    (total and with it d_i takes grad_hy, o, cy and grad_cy as a factor or a term, d_i also i and g, d_f also cx and
+#    f; Inf and NaN survive multiplication and addition. An Inf from overflow only costs the second look.)
+# d) Memory. Outputs that bypass the cache leave in whole 64-byte lines; inputs that come from memory are asked for a
+#    few tiles ahead, a part between each two loops, so that they travel while this tile is computed.
 #
 # Arguments are marked IN or OUT. Cython turns `1 - y` into double arithmetic, hence the typed `one`; it also makes
 # the arithmetic type known beside the fused restrict pointers.
@@ -51,8 +53,11 @@ cdef extern from "simd.h" nogil:
     void bf16_row_to_f32(const char* source, float* target, Py_ssize_t count)
     void f32_row_to_bf16(const float* source, char* target, Py_ssize_t count)
     float f64_to_f32_odd(double x)
-    void stream_bytes(char* target, const char* source, Py_ssize_t count)
+    ctypedef struct lstmcell_carry:
+        pass
+    void stream_bytes(char* target, char* source, Py_ssize_t count, bint last, lstmcell_carry* carry)
     void stream_fence()
+    void prefetch_bytes(const char* p, Py_ssize_t count)
     uint64_t fp_state_enter()
     void fp_state_leave(uint64_t before)
 
@@ -117,6 +122,37 @@ cdef inline real_t with_sign(real_t magnitude, real_t sign) noexcept nogil:
         return f64_bits((bits_f64(magnitude) & 0x7fffffffffffffffu) | (bits_f64(sign) & 0x8000000000000000u))
 
 
+cdef inline void split_exponential(real_t cy, real_t one, bint careful,
+                                   real_t* r, real_t* scale, real_t* s_last) noexcept nogil:
+    """E = exp(-2|cy|) as scale * exp(r) with scale = 2^-n and |r| <= ln(2) / 2.
+
+    Careful: any cy. Where E lies below the normal numbers, s_last is the power of two that scale lacks, else 1; |cy|
+    is taken as at most 100 (800 in float64), where s_last is already 0. NaN stays NaN.
+    Otherwise: |cy| up to 43.5 (354 in float64), where s_last is 1; above, the results mean nothing.
+    """
+    cdef real_t x = with_sign(cy, one) + with_sign(cy, one)
+    cdef real_t limit, last_exponent, n, below
+    if real_t is float:
+        limit = <real_t>200
+        last_exponent = <real_t>126
+    else:
+        limit = <real_t>1600
+        last_exponent = <real_t>1022
+    if careful:
+        x = limit if x > limit else x
+    if real_t is float:
+        n = (x * F32_LOG2E + magic(one)) - magic(one)
+        r[0] = (n * F32_LN2_HI - x) + n * F32_LN2_LO
+    else:
+        n = (x * F64_LOG2E + magic(one)) - magic(one)
+        r[0] = (n * F64_LN2_HI - x) + n * F64_LN2_LO
+    if careful:
+        below = n - (last_exponent if n > last_exponent else n)
+        n = last_exponent if n > last_exponent else n
+        s_last[0] = power_of_two((last_exponent + one if below > last_exponent else below) + magic(one))
+    scale[0] = power_of_two(n + magic(one))
+
+
 cdef inline real_t exponential_minus_one(real_t r) noexcept nogil:
     """exp(r) - 1 for |r| <= ln(2) / 2, from r + r^2 Q(r)."""
     cdef real_t q
@@ -141,60 +177,32 @@ cdef inline real_t exponential_minus_one(real_t r) noexcept nogil:
     return r + (r * r) * q
 
 
-cdef inline void tanh_pair(real_t cy, real_t one, bint careful,
-                           real_t* t, real_t* s, real_t* s_last) noexcept nogil:
-    """tanh(cy) and 1 - tanh(cy)^2 from one evaluation of the exponential, neither by cancellation.
+cdef inline void tanh_pair(real_t cy, real_t p, real_t scale, real_t one, bint careful,
+                           real_t* t, real_t* s) noexcept nogil:
+    """tanh(cy) and 1 - tanh(cy)^2, neither by cancellation, from E = scale * (1 + p) = exp(-2|cy|).
 
-    With E = exp(-2|cy|), tanh|cy| = (1 - E) / (1 + E) and 1 - tanh^2 = 4E / (1 + E)^2. E = 2^-n (1 + p) with
-    p = exp(r) - 1 for the remainder r, so E - 1 = 2^-n p + (2^-n - 1) keeps all its digits near 0.
-
-    Careful: any cy. 1 - tanh^2 is s * s_last, where s_last is the power of two that E has below the normal
-    numbers; it is applied last, so that a large gradient keeps its digits. |cy| is taken as at most 100 (800 in
-    float64): there s_last is already 0. NaN stays NaN.
-    Otherwise: |cy| up to 43.5 (354 in float64), where s_last is 1; above that, and for Inf and NaN, both are NaN.
+    tanh|cy| = (1 - E) / (1 + E), where E - 1 = scale * p + (scale - 1) keeps all its digits near 0, and
+    1 - tanh^2 = 4E / (1 + E)^2. Unless careful, both are NaN for |cy| above 43.5 (354 in float64) and for NaN.
     """
-    cdef real_t x = with_sign(cy, one) + with_sign(cy, one)
-    cdef real_t limit, last_exponent, n, r, p, scale, e, e_minus_one, d, q, nan
-    if real_t is float:
-        limit = <real_t>200 if careful else <real_t>87
-        last_exponent = <real_t>126
-        nan = f32_bits(0x7fc00000u)
-    else:
-        limit = <real_t>1600 if careful else <real_t>708
-        last_exponent = <real_t>1022
-        nan = f64_bits(0x7ff8000000000000u)
-    if careful:
-        x = limit if x > limit else x
-    if real_t is float:
-        n = (x * F32_LOG2E + magic(one)) - magic(one)
-        r = (n * F32_LN2_HI - x) + n * F32_LN2_LO
-    else:
-        n = (x * F64_LOG2E + magic(one)) - magic(one)
-        r = (n * F64_LN2_HI - x) + n * F64_LN2_LO
-    p = exponential_minus_one(r)
-    if careful:
-        s_last[0] = n - (last_exponent if n > last_exponent else n)
-        s_last[0] = power_of_two((last_exponent + one if s_last[0] > last_exponent else s_last[0]) + magic(one))
-        n = last_exponent if n > last_exponent else n
-    scale = power_of_two(n + magic(one))
-    p = scale * p
-    e = scale + p
-    e_minus_one = p + (scale - one)
-    d = one + e
+    cdef real_t rest = scale * p
+    cdef real_t e = scale + rest
+    cdef real_t d = one + e
+    cdef real_t q
     if not careful:
-        d = d if x <= limit else nan
+        if real_t is float:
+            d = d if with_sign(cy, one) <= <real_t>43.5 else f32_bits(0x7fc00000u)
+        else:
+            d = d if with_sign(cy, one) <= <real_t>354 else f64_bits(0x7ff8000000000000u)
     q = one / d
-    t[0] = with_sign(e_minus_one * q, cy)
+    t[0] = with_sign((rest + (scale - one)) * q, cy)
     s[0] = ((<real_t>4 * e) * q) * q
 
 
-cdef inline void cell(real_t grad_hy, real_t grad_cy, real_t cx, real_t cy, real_t i, real_t f, real_t g, real_t o,
-                      real_t one, bint careful,
+cdef inline void cell(real_t grad_hy, real_t grad_cy, real_t cx, real_t i, real_t f, real_t g, real_t o,
+                      real_t t, real_t s, real_t s_last, real_t one, bint careful,
                       real_t* d_i, real_t* d_f, real_t* d_g, real_t* d_o, real_t* grad_cx) noexcept nogil:
     """The operator on one element: products from left to right, 1 - g^2 without cancellation."""
-    cdef real_t t, s, s_last, total
-    tanh_pair(cy, one, careful, &t, &s, &s_last)
-    total = grad_hy * o * s
+    cdef real_t total = grad_hy * o * s
     if careful:
         total = total * s_last
     total = total + grad_cy
@@ -215,37 +223,63 @@ cdef inline real_t poison(real_t x) noexcept nogil:
 
 # ---- one row of a tile ------------------------------------------------------------------------------------------
 
-cdef void row_fast(real_t one, Py_ssize_t count,
-                   row_t grad_hy, row_t grad_cy, row_t cx, row_t cy, row_t i, row_t f, row_t g, row_t o,     # IN
-                   row_t d_i, row_t d_f, row_t d_g, row_t d_o, row_t grad_cx,                                # OUT
-                   row_t run) noexcept nogil:                                                                # INOUT
-    """All formulas for `count` columns of one row, and its gate gradients added to the run sums [GATES, TILE]."""
+# One element's chain of operations is long, and a processor has room for a limited number of waiting instructions: in
+# one loop the chains of few elements overlap. Four short loops over buffers in L1 take half the time of one.
+
+cdef inline void split_row(real_t one, Py_ssize_t count,
+                    row_t cy,                                                                                # IN
+                    row_t r, row_t scale) noexcept nogil:                                                    # OUT
     cdef Py_ssize_t j
-    cdef real_t a, b, c, d, e
+    cdef real_t a, b, unused
     for j in range(count):
-        cell(<real_t>grad_hy[j], <real_t>grad_cy[j], <real_t>cx[j], <real_t>cy[j],
-             <real_t>i[j], <real_t>f[j], <real_t>g[j], <real_t>o[j], one, False, &a, &b, &c, &d, &e)
+        split_exponential(<real_t>cy[j], one, False, &a, &b, &unused)
+        r[j] = a
+        scale[j] = b
+
+
+cdef inline void exponential_row(real_t one, Py_ssize_t count, row_t r) noexcept nogil:                             # INOUT
+    cdef Py_ssize_t j
+    for j in range(count):
+        r[j] = exponential_minus_one(<real_t>r[j])
+
+
+cdef inline bint cell_row(real_t one, Py_ssize_t count,
+                   row_t grad_hy, row_t grad_cy, row_t cx, row_t cy, row_t p, row_t scale,                   # IN
+                   row_t i, row_t f, row_t g, row_t o,                                                       # IN
+                   row_t d_i, row_t d_f, row_t d_g, row_t d_o, row_t grad_cx) noexcept nogil:                # OUT
+    """The operator on one row; whether all of it was finite (design note c)."""
+    cdef Py_ssize_t j
+    cdef real_t a, b, c, d, e, t, s
+    cdef uint32_t narrow = 0
+    cdef uint64_t wide = 0
+    for j in range(count):
+        tanh_pair(<real_t>cy[j], <real_t>p[j], <real_t>scale[j], one, False, &t, &s)
+        cell(<real_t>grad_hy[j], <real_t>grad_cy[j], <real_t>cx[j], <real_t>i[j], <real_t>f[j], <real_t>g[j],
+             <real_t>o[j], t, s, one, one, False, &a, &b, &c, &d, &e)
         d_i[j] = a
         d_f[j] = b
         d_g[j] = c
         d_o[j] = d
         grad_cx[j] = e
-        run[j] = run[j] + a
-        run[j + TILE] = run[j + TILE] + b
-        run[j + 2 * TILE] = run[j + 2 * TILE] + c
-        run[j + 3 * TILE] = run[j + 3 * TILE] + d
+        a = a + b
+        if real_t is float:
+            narrow |= bits_f32(a - a)
+        else:
+            wide |= bits_f64(a - a)
+    return (narrow == 0) if real_t is float else (wide == 0)
 
 
-cdef void row_careful(real_t one, Py_ssize_t count, bint nonfinite_nan,
+cdef void careful_row(real_t one, Py_ssize_t count, bint nonfinite_nan,
                       row_t grad_hy, row_t grad_cy, row_t cx, row_t cy, row_t i, row_t f, row_t g, row_t o,  # IN
-                      row_t d_i, row_t d_f, row_t d_g, row_t d_o, row_t grad_cx,                             # OUT
-                      row_t run) noexcept nogil:                                                             # INOUT
-    """As `row_fast`, for all inputs there are; with `nonfinite_nan` an Inf that a formula reads gives NaN."""
+                      row_t d_i, row_t d_f, row_t d_g, row_t d_o, row_t grad_cx) noexcept nogil:             # OUT
+    """As the rows above, for all inputs there are; with `nonfinite_nan` an Inf that a formula reads gives NaN."""
     cdef Py_ssize_t j
-    cdef real_t a, b, c, d, e, in_total, in_d_o
+    cdef real_t a, b, c, d, e, r, scale, s_last, t, s, in_total, in_d_o
     for j in range(count):
-        cell(<real_t>grad_hy[j], <real_t>grad_cy[j], <real_t>cx[j], <real_t>cy[j],
-             <real_t>i[j], <real_t>f[j], <real_t>g[j], <real_t>o[j], one, True, &a, &b, &c, &d, &e)
+        split_exponential(<real_t>cy[j], one, True, &r, &scale, &s_last)
+        tanh_pair(<real_t>cy[j], exponential_minus_one(r), scale, one, True, &t, &s)
+        cell(<real_t>grad_hy[j], <real_t>grad_cy[j], <real_t>cx[j], <real_t>i[j], <real_t>f[j], <real_t>g[j],
+             <real_t>o[j], t, s, s_last, one, True, &a, &b, &c, &d, &e)
         d_i[j] = a
         d_f[j] = b
         d_g[j] = c
@@ -260,26 +294,6 @@ cdef void row_careful(real_t one, Py_ssize_t count, bint nonfinite_nan,
             d_g[j] = d_g[j] + (in_total + poison(<real_t>i[j]) + poison(<real_t>g[j]))
             d_o[j] = d_o[j] + in_d_o
             grad_cx[j] = grad_cx[j] + (in_total + poison(<real_t>f[j]))
-    for j in range(count):
-        run[j] = run[j] + d_i[j]
-        run[j + TILE] = run[j + TILE] + d_f[j]
-        run[j + 2 * TILE] = run[j + 2 * TILE] + d_g[j]
-        run[j + 3 * TILE] = run[j + 3 * TILE] + d_o[j]
-
-
-cdef bint run_is_finite(real_t one, Py_ssize_t count, row_t run) noexcept nogil:
-    """Whether no input of the run was Inf, NaN or past the range of `row_fast` (design note c)."""
-    cdef Py_ssize_t j
-    cdef real_t y
-    cdef uint64_t wide = 0
-    cdef uint32_t narrow = 0
-    for j in range(count):
-        y = run[j] + run[j + TILE] + run[j + 3 * TILE]
-        if real_t is float:
-            narrow |= bits_f32(y - y)
-        else:
-            wide |= bits_f64(y - y)
-    return (narrow == 0) if real_t is float else (wide == 0)
 
 
 # ---- wide sums --------------------------------------------------------------------------------------------------
@@ -293,18 +307,20 @@ cdef inline double cut_off(double a, double b, double total) noexcept nogil:
     return (a - (total - b_seen)) + (b - b_seen)
 
 
-cdef void add_run(real_t one, Py_ssize_t count,
-                  row_t run,                                                                                 # IN
+cdef inline void add_run(real_t one, Py_ssize_t count,
+                  row_t first, row_t second, row_t third, row_t fourth,                                      # IN
                   f64_row high, f64_row low) noexcept nogil:                                                 # INOUT
-    """Adds the run sums of one gate to the leaf."""
+    """Sums one gate over a run of rows, and adds the run to the leaf."""
     cdef Py_ssize_t j
+    cdef real_t run
     cdef double total
     for j in range(count):
+        run = <real_t>first[j] + <real_t>second[j] + <real_t>third[j] + <real_t>fourth[j]
         if real_t is float:
-            high[j] = high[j] + <double>run[j]
+            high[j] = high[j] + <double>run
         else:
-            total = high[j] + run[j]
-            low[j] = low[j] + cut_off(high[j], run[j], total)
+            total = high[j] + run
+            low[j] = low[j] + cut_off(high[j], run, total)
             high[j] = total
 
 
@@ -354,48 +370,55 @@ cdef void pack_row(real_t one, const Plane* plane, Storage storage, Py_ssize_t r
 
 
 cdef void unpack_row(real_t one, const Plane* plane, Storage storage, Py_ssize_t row, Py_ssize_t column,
-                     Py_ssize_t count, bint streaming, const real_t* source,                                 # IN
-                     char* halves) noexcept nogil:                                                           # SCRATCH
+                     Py_ssize_t count, bint streaming, bint last, real_t* source,                            # IN
+                     char* halves, lstmcell_carry* carry) noexcept nogil:                                    # SCRATCH
     """Writes one row segment from the stage: the one place where staged results leave the tile."""
     cdef char* p = plane.data + row * plane.row_stride + column * plane.column_stride
     cdef Py_ssize_t step = plane.column_stride
     cdef Py_ssize_t size = 2 if storage >= STORAGE_FLOAT16 else sizeof(real_t)
-    cdef bint straight = step == size and not streaming
-    cdef const char* packed = <const char*>source
+    cdef char* packed = <char*>source
     cdef Py_ssize_t j
     if real_t is float:
-        if storage == STORAGE_FLOAT16:
-            packed = p if straight else halves
-            f32_row_to_f16(source, <char*>packed, count)
-        elif storage == STORAGE_BFLOAT16:
-            packed = p if straight else halves
-            f32_row_to_bf16(source, <char*>packed, count)
-    if packed == p:
-        return
-    if step != size:
+        if storage >= STORAGE_FLOAT16:
+            packed = p if step == size and not streaming else halves
+            if storage == STORAGE_FLOAT16:
+                f32_row_to_f16(source, packed, count)
+            else:
+                f32_row_to_bf16(source, packed, count)
+    if streaming:
+        stream_bytes(p, packed, count * size, last, carry)
+    elif step != size:
         for j in range(count):
             memcpy(p + j * step, packed + j * size, size)
-    elif streaming:
-        stream_bytes(p, packed, count * size)
-    else:
+    elif packed != p:
         memcpy(p, packed, count * size)
 
 
-# ---- one tile ---------------------------------------------------------------------------------------------------------
+# ---- one tile ---------------------------------------------------------------------------------------------------
 
-# Buffers of one thread. Rows of a tile are TILE elements apart in `packed` and in `stage`, which hold RUN_ROWS rows
-# for results that may leave only when the run is done, else one.
-ctypedef struct Buffers:
-    char* run          # [GATES, TILE]                  run sums, arithmetic type
-    char* zeros        # [TILE]                         stands for a missing gradient
-    char* packed       # [RUN_ROWS, SOURCES, TILE]      inputs that cannot be read where they lie
-    char* stage        # [RUN_ROWS, TARGETS, TILE]      outputs that cannot be written where they go
-    char* halves       # [TILE]                         a row of float16 or bfloat16 on its way past the cache
-    char* sums         # [depth of the tree][1 + pairs][GATES, strip] float64
+ctypedef struct Buffers:        # of one thread; rows are `pitch` elements apart
+    char* zeros                 # [1]                          stands for a missing gradient, and for rows a run lacks
+    char* exponential           # [2]                          p and scale of the row at hand
+    char* packed                # [SOURCES]                    inputs that cannot be read where they lie
+    char* stage                 # [RUN_ROWS, TARGETS]          outputs that cannot be written where they go
+    char* halves                # [1]                          a row of float16 or bfloat16 on its way past the cache
+    lstmcell_carry* carry       # [RUN_ROWS, TARGETS]          what waits for the rest of its 64-byte line
+    char* sums                  # [depth of the tree][1 + pairs][GATES, strip] float64
+    Py_ssize_t pitch
+
+
+ctypedef struct Ahead:     # the later tile whose inputs are asked for
+    Py_ssize_t row         # the batch or more: none
+    Py_ssize_t column
+    Py_ssize_t bytes       # of one row of it
 
 
 cdef inline Py_ssize_t padded(Py_ssize_t size) noexcept nogil:
     return (size + 63) & ~<Py_ssize_t>63
+
+
+cdef inline Py_ssize_t pitch_of(const Call* call, Py_ssize_t width) noexcept nogil:
+    return call.tile + 64 // width
 
 
 cdef inline Py_ssize_t sums_doubles(const Call* call) noexcept nogil:
@@ -403,12 +426,40 @@ cdef inline Py_ssize_t sums_doubles(const Call* call) noexcept nogil:
     return (2 if call.storage == STORAGE_FLOAT64 else 1) * GATES * call.strip
 
 
-cdef void compute_row(real_t one, row_t kind, const Call* call, const Buffers* buffers, Py_ssize_t row,
-                      Py_ssize_t slot, Py_ssize_t column, Py_ssize_t count, bint careful) noexcept nogil:
-    """One row of a tile, from the arrays to the arrays or, where staged, to the stage. `slot`: its place there."""
-    cdef real_t* source[SOURCES]
-    cdef real_t* target[TARGETS]
+cdef inline void prefetch_sources(const Call* call, const Ahead* ahead, int first, int end) noexcept nogil:
+    """Asks for some of the inputs of a later tile, so that they come from memory while this one is computed."""
     cdef const Plane* plane
+    cdef int k
+    if ahead.row < call.batch:
+        for k in range(first, end):
+            plane = &call.source[k]
+            if plane.data != NULL:
+                prefetch_bytes(plane.data + ahead.row * plane.row_stride + ahead.column * plane.column_stride,
+                               ahead.bytes)
+
+
+cdef inline bint fast_row(real_t one, row_t kind, const Call* call, const Buffers* buffers, const Ahead* ahead,
+                          Py_ssize_t count, real_t** source, real_t** target) noexcept nogil:
+    """The fast path for one row of a tile; whether it is valid (design note c)."""
+    cdef row_t p = <row_t>buffers.exponential
+    cdef row_t scale = <row_t>buffers.exponential + buffers.pitch
+    prefetch_sources(call, ahead, 0, 3)
+    split_row(one, count, <row_t>source[3], p, scale)
+    prefetch_sources(call, ahead, 3, 6)
+    exponential_row(one, count, p)
+    prefetch_sources(call, ahead, 6, 8)
+    return cell_row(one, count, <row_t>source[0], <row_t>source[1], <row_t>source[2], <row_t>source[3], p, scale,
+                    <row_t>source[4], <row_t>source[5], <row_t>source[6], <row_t>source[7],
+                    <row_t>target[0], <row_t>target[1], <row_t>target[2], <row_t>target[3], <row_t>target[4])
+
+
+cdef void compute_row(real_t one, row_t kind, const Call* call, const Buffers* buffers, const Ahead* ahead,
+                      Py_ssize_t row, Py_ssize_t column, Py_ssize_t count,                                   # IN
+                      real_t** target) noexcept nogil:                                                       # OUT
+    """One row of a tile, from the arrays to `target`."""
+    cdef real_t* source[SOURCES]
+    cdef const Plane* plane
+    cdef bint valid
     cdef Py_ssize_t k
     for k in range(SOURCES):
         plane = &call.source[k]
@@ -417,59 +468,50 @@ cdef void compute_row(real_t one, row_t kind, const Call* call, const Buffers* b
         elif plane.direct:
             source[k] = <real_t*>(plane.data + row * plane.row_stride + column * plane.column_stride)
         else:
-            source[k] = <real_t*>buffers.packed + (slot * SOURCES + k) * TILE
+            source[k] = <real_t*>buffers.packed + k * buffers.pitch
             pack_row(one, plane, call.storage, row, column, count, source[k])
-    for k in range(TARGETS):
-        plane = &call.target[k]
-        if call.staged:
-            target[k] = <real_t*>buffers.stage + (slot * TARGETS + k) * TILE
-        else:
-            target[k] = <real_t*>(plane.data + row * plane.row_stride + column * plane.column_stride)
-    if careful:
-        row_careful(one, count, call.nonfinite_nan, <row_t>source[0], <row_t>source[1], <row_t>source[2],
-                    <row_t>source[3], <row_t>source[4], <row_t>source[5], <row_t>source[6], <row_t>source[7],
-                    <row_t>target[0], <row_t>target[1], <row_t>target[2], <row_t>target[3], <row_t>target[4],
-                    <row_t>buffers.run)
+    # A tile of STREAM_TILE columns has loops of constant length, and so no remainders.
+    if count == STREAM_TILE:
+        valid = fast_row(one, kind, call, buffers, ahead, <Py_ssize_t>STREAM_TILE, source, target)
     else:
-        row_fast(one, count, <row_t>source[0], <row_t>source[1], <row_t>source[2],
-                 <row_t>source[3], <row_t>source[4], <row_t>source[5], <row_t>source[6], <row_t>source[7],
-                 <row_t>target[0], <row_t>target[1], <row_t>target[2], <row_t>target[3], <row_t>target[4],
-                 <row_t>buffers.run)
+        valid = fast_row(one, kind, call, buffers, ahead, count, source, target)
+    if not valid:
+        careful_row(one, count, call.nonfinite_nan, <row_t>source[0], <row_t>source[1], <row_t>source[2],
+                    <row_t>source[3], <row_t>source[4], <row_t>source[5], <row_t>source[6], <row_t>source[7],
+                    <row_t>target[0], <row_t>target[1], <row_t>target[2], <row_t>target[3], <row_t>target[4])
 
 
-cdef void leave_tile(real_t one, const Call* call, const Buffers* buffers, Py_ssize_t row, Py_ssize_t slot,
-                     Py_ssize_t column, Py_ssize_t count) noexcept nogil:
-    """Writes a staged row to the outputs."""
-    cdef Py_ssize_t k
-    for k in range(TARGETS):
-        unpack_row(one, &call.target[k], call.storage, row, column, count, call.streaming,
-                   <const real_t*>buffers.stage + (slot * TARGETS + k) * TILE, buffers.halves)
-
-
-cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* buffers, Py_ssize_t first_row,
-                       Py_ssize_t rows, Py_ssize_t column, Py_ssize_t count,
+cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* buffers, Ahead ahead,
+                       Py_ssize_t first_row, Py_ssize_t rows, Py_ssize_t column, Py_ssize_t count, bint last, # IN
                        double* sums) noexcept nogil:                                                         # INOUT
-    """A run of rows by `count` columns; adds its run sums to the leaf's wide sums from this column on."""
-    cdef bint careful = False
-    cdef bint hold = call.in_place
+    """A run of rows by `count` columns; adds its gate gradients to the leaf's wide sums from this column on."""
+    cdef real_t* target[RUN_ROWS][TARGETS]
+    cdef const Plane* plane
     cdef Py_ssize_t r, k
-    cdef real_t* run = <real_t*>buffers.run
-    while True:
-        for k in range(GATES):
-            memset(run + k * TILE, 0, count * sizeof(real_t))
-        for r in range(rows):
-            compute_row(one, kind, call, buffers, first_row + r, r if hold else 0, column, count, careful)
-            if call.staged and not hold:
-                leave_tile(one, call, buffers, first_row + r, 0, column, count)
-        if careful or run_is_finite(one, count, <row_t>run):
-            break
-        careful = True
-    if hold:
-        for r in range(rows):
-            leave_tile(one, call, buffers, first_row + r, r, column, count)
+    for r in range(RUN_ROWS):
+        for k in range(TARGETS):
+            plane = &call.target[k]
+            if r >= rows:
+                target[r][k] = <real_t*>buffers.zeros
+            elif call.staged:
+                target[r][k] = <real_t*>buffers.stage + (r * TARGETS + k) * buffers.pitch
+            else:
+                target[r][k] = <real_t*>(plane.data + (first_row + r) * plane.row_stride + column * plane.column_stride)
+    for r in range(rows):
+        compute_row(one, kind, call, buffers, &ahead, first_row + r, column, count, target[r])
+        ahead.row += 1
+        if call.staged:
+            for k in range(TARGETS):
+                unpack_row(one, &call.target[k], call.storage, first_row + r, column, count, call.streaming, last,
+                           target[r][k], buffers.halves, buffers.carry + r * TARGETS + k)
     if call.has_bias:
         for k in range(GATES):
-            add_run(one, count, <row_t>(run + k * TILE), sums + k * call.strip, sums + (GATES + k) * call.strip)
+            if count == STREAM_TILE:
+                add_run(one, <Py_ssize_t>STREAM_TILE, <row_t>target[0][k], <row_t>target[1][k], <row_t>target[2][k],
+                        <row_t>target[3][k], sums + k * call.strip, sums + (GATES + k) * call.strip)
+            else:
+                add_run(one, count, <row_t>target[0][k], <row_t>target[1][k], <row_t>target[2][k],
+                        <row_t>target[3][k], sums + k * call.strip, sums + (GATES + k) * call.strip)
 
 
 # ---- leaves, tree and threads -----------------------------------------------------------------------------------------
@@ -487,6 +529,35 @@ cdef inline Py_ssize_t leaves_of(const Call* call) noexcept nogil:
     return (call.batch + LEAF_ROWS - 1) // LEAF_ROWS
 
 
+cdef inline void prefetch_edges(const Call* call, Py_ssize_t row, Py_ssize_t first_column,
+                                Py_ssize_t last_column) noexcept nogil:
+    """Asks for the lines at the ends of a run's output rows, which are shared with other data.
+
+    Only whole lines can bypass the cache. A store to any other waits for its line, and all later stores wait behind it.
+    """
+    cdef const Plane* plane
+    cdef Py_ssize_t r, k
+    for k in range(TARGETS):
+        plane = &call.target[k]
+        for r in range(row + RUN_ROWS, min(row + 2 * RUN_ROWS, call.batch)):
+            prefetch_bytes(plane.data + r * plane.row_stride + first_column * plane.column_stride, 1)
+        for r in range(row, min(row + RUN_ROWS, call.batch)):
+            prefetch_bytes(plane.data + r * plane.row_stride + last_column * plane.column_stride, 1)
+
+
+cdef inline Py_ssize_t lead_of(const Call* call, Py_ssize_t first_column, Py_ssize_t columns) noexcept nogil:
+    """Width of a first tile after which all others begin on a 64-byte line; 0 where that gains nothing.
+
+    A line that two vectors share is read or written twice. The inputs decide where outputs pass through the stage.
+    """
+    cdef const Plane* plane = &call.source[4] if call.staged else &call.target[0]
+    cdef Py_ssize_t size = call.item_bytes
+    cdef Py_ssize_t lead = -<Py_ssize_t>(plane.data + first_column * size) & 63
+    if columns < LEAD_PAYS or not plane.direct or call.hidden * size % 64 or plane.row_stride % 64 or lead % size:
+        return 0
+    return lead // size
+
+
 cdef void compute_piece(real_t one, row_t kind, const Call* call, const Buffers* buffers, Node piece,
                         Py_ssize_t first_column, Py_ssize_t columns,
                         double* node) noexcept nogil:                                                        # OUT
@@ -495,7 +566,9 @@ cdef void compute_piece(real_t one, row_t kind, const Call* call, const Buffers*
     cdef bint pairs = call.storage == STORAGE_FLOAT64
     cdef Py_ssize_t depth = 0
     cdef Py_ssize_t leaf, row, end_row, column, count, k, merged
+    cdef Ahead ahead
     cdef double* sums
+    cdef Py_ssize_t lead = lead_of(call, first_column, columns)
     for leaf in range(piece.first_leaf, piece.first_leaf + (<Py_ssize_t>1 << piece.level)):
         sums = <double*>buffers.sums + depth * size
         if call.has_bias:
@@ -504,10 +577,21 @@ cdef void compute_piece(real_t one, row_t kind, const Call* call, const Buffers*
         end_row = min(row + LEAF_ROWS, call.batch)
         while row < end_row:
             column = 0
+            if call.streaming:
+                prefetch_edges(call, row, first_column, first_column + columns - 1)
             while column < columns:
-                count = min(columns - column, <Py_ssize_t>TILE)
-                compute_tile(one, kind, call, buffers, row, min(<Py_ssize_t>RUN_ROWS, end_row - row),
-                             first_column + column, count, sums + column)
+                count = min(columns - column, call.tile if column > 0 or lead == 0 else lead)
+                ahead.row = call.batch
+                if call.prefetch:
+                    ahead.row = row
+                    ahead.column = column + count + (AHEAD_TILES - 1) * call.tile
+                    while ahead.column >= columns:
+                        ahead.row += RUN_ROWS
+                        ahead.column = max(<Py_ssize_t>0, ahead.column - (columns + call.tile - 1) // call.tile * call.tile)
+                    ahead.bytes = min(columns - ahead.column, call.tile) * call.item_bytes
+                    ahead.column += first_column
+                compute_tile(one, kind, call, buffers, ahead, row, min(<Py_ssize_t>RUN_ROWS, end_row - row),
+                             first_column + column, count, column + count == columns, sums + column)
                 column += count
             row += RUN_ROWS
         if not call.has_bias:
@@ -530,18 +614,21 @@ cdef void compute_item(const Call* call, const Node* pieces, double* nodes, Py_s
                        char* block) noexcept nogil:
     """One piece by one strip, with a thread's block of scratch memory."""
     cdef Py_ssize_t width = 8 if call.storage == STORAGE_FLOAT64 else 4
-    cdef Py_ssize_t held = RUN_ROWS if call.in_place else 1
     cdef Py_ssize_t first_column = item % call.strips * call.strip
     cdef Py_ssize_t piece = item // call.strips
     cdef Buffers buffers
-    buffers.run = block
-    buffers.zeros = buffers.run + GATES * TILE * width
-    buffers.packed = buffers.zeros + TILE * width
-    buffers.stage = buffers.packed + held * SOURCES * TILE * width
-    buffers.halves = buffers.stage + held * TARGETS * TILE * width
-    buffers.sums = buffers.halves + TILE * 2
-    if call.source[0].data == NULL or call.source[1].data == NULL:
-        memset(buffers.zeros, 0, TILE * width)
+    # Each row has 64 bytes before it, for what is carried over. The pitch is no power of two, so that rows do not all
+    # compete for the same places of the cache.
+    buffers.pitch = pitch_of(call, width)
+    buffers.zeros = block + 64
+    buffers.exponential = buffers.zeros + buffers.pitch * width
+    buffers.packed = buffers.exponential + 2 * buffers.pitch * width
+    buffers.stage = buffers.packed + SOURCES * buffers.pitch * width
+    buffers.halves = buffers.stage + RUN_ROWS * TARGETS * buffers.pitch * width
+    buffers.carry = <lstmcell_carry*>(buffers.halves + buffers.pitch * width)
+    buffers.sums = <char*>(buffers.carry + RUN_ROWS * TARGETS)
+    memset(buffers.zeros, 0, call.tile * width)
+    memset(buffers.carry, 0, RUN_ROWS * TARGETS * sizeof(lstmcell_carry))
     if call.storage == STORAGE_FLOAT64:
         compute_piece(<double>1, <f64_row>NULL, call, &buffers, pieces[piece], first_column,
                       min(call.strip, call.hidden - first_column), nodes + piece * 2 * GATES * call.hidden)
@@ -558,7 +645,6 @@ cdef void plan(Call* call) noexcept nogil:
     cdef Py_ssize_t leaves = leaves_of(call)
     cdef Py_ssize_t end_leaf = call.first_leaf + leaves
     cdef Py_ssize_t width = 8 if call.storage == STORAGE_FLOAT64 else 4
-    cdef Py_ssize_t held = RUN_ROWS if call.in_place else 1
     cdef Py_ssize_t items = 4 * call.threads
     cdef Py_ssize_t leaf = call.first_leaf
     cdef Py_ssize_t wanted
@@ -579,7 +665,9 @@ cdef void plan(Call* call) noexcept nogil:
     call.nodes_bytes = padded(call.pieces * sizeof(Node))
     if call.has_bias:
         call.nodes_bytes += padded(call.pieces * (width // 4) * GATES * call.hidden * sizeof(double))
-    call.thread_bytes = padded((GATES + 1 + held * (SOURCES + TARGETS)) * TILE * width + 2 * TILE)
+    call.tile = min((call.hidden + 15) & ~<Py_ssize_t>15, <Py_ssize_t>(STREAM_TILE if call.streaming else MOST_TILE))
+    call.thread_bytes = padded(64 + (4 + SOURCES + RUN_ROWS * TARGETS) * pitch_of(call, width) * width
+                               + RUN_ROWS * TARGETS * sizeof(lstmcell_carry))
     if call.has_bias:
         call.thread_bytes += padded((call.piece_level + 2) * sums_doubles(call) * sizeof(double))
     call.scratch_bytes = call.nodes_bytes + call.threads * call.thread_bytes
@@ -688,7 +776,9 @@ cdef void run(Call* call) noexcept nogil:
 
 cdef extern from *:
     """
-    #if defined(__AVX2__)
+    #if defined(__AVX512F__)
+    #define LSTMCELL_LANE_BYTES 64
+    #elif defined(__AVX2__)
     #define LSTMCELL_LANE_BYTES 32
     #else
     #define LSTMCELL_LANE_BYTES 16

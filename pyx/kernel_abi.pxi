@@ -5,11 +5,15 @@ cdef enum:
     ABI_VERSION = 1
     SOURCES = 8        # planes read:    grad_hy, grad_cy, cx, cy and the gates i, f, g, o
     TARGETS = 5        # planes written: the gradients of i, f, g, o and of cx
+    PLANES = 13        # all of them
     GATES = 4
     LEAF_ROWS = 32     # rows of one leaf of the bias tree; part of the result's definition (BIAS_LEAF_ROWS)
     RUN_ROWS = 4       # rows summed in the arithmetic type before they enter the wide sums; likewise
     # How the work is cut has no influence on results.
-    TILE = 512         # columns of one tile
+    MOST_TILE = 512    # columns of one tile: long loops
+    STREAM_TILE = 128  # of one that bypasses the cache: what waits to leave it stays in the first cache
+    LEAD_PAYS = 1024   # columns from which on it pays to begin tiles on a 64-byte line
+    AHEAD_TILES = 2    # how far ahead inputs are prefetched
     LEAST_STRIP = 64   # columns of one strip, the unit that threads share when rows are few
     MOST_STRIP = 4096
 
@@ -45,9 +49,12 @@ ctypedef struct Call:
     bint nonfinite_nan            # the operator's rule for Inf and NaN; otherwise plain IEEE arithmetic
     bint in_place                 # an output is also an input: a run leaves its tile only when all of it is done
     bint staged                   # outputs leave through the tile's stage (any output that is not direct, too)
+    bint prefetch                 # inputs of later tiles are prefetched
+    Py_ssize_t item_bytes
     bint streaming                # outputs bypass the cache
     int threads
     # How the work is cut; set by plan().
+    Py_ssize_t tile               # columns of one tile
     Py_ssize_t strip              # columns of one strip
     Py_ssize_t strips
     Py_ssize_t pieces

@@ -123,31 +123,65 @@ static inline float f64_to_f32_odd(double x) {
 
 /* ---- stores that bypass the cache ------------------------------------------------------------------------- */
 
-/* Copies `count` bytes; whole 64-byte lines of the target are written past the cache where the machine can. */
-static inline void stream_bytes(char *target, const char *source, Py_ssize_t count) {
+/* The bytes of a row that wait for the rest of their 64-byte line. */
+typedef struct {
+    char bytes[64];
+    Py_ssize_t count;
+} lstmcell_carry;
+
+/* Writes `count` bytes that follow those of `carry`, past the cache in whole 64-byte lines of the target; what is left
+ * of the last line waits in `carry` for the next call, unless these are the `last` bytes of the row. The 64 bytes
+ * before `source` are overwritten. */
+static inline void stream_bytes(char *target, char *source, Py_ssize_t count, int last, lstmcell_carry *carry) {
 #ifdef LSTMCELL_X86
-    const Py_ssize_t head = (Py_ssize_t)(-(uintptr_t)target & 63u);
-    if (count >= head + 64) {
-        memcpy(target, source, (size_t)head);
-        Py_ssize_t b = head;
-        for (; b + 64 <= count; b += 64)
-#ifdef __AVX__
-            for (int k = 0; k < 64; k += 32)
-                _mm256_stream_si256((__m256i *)(target + b + k), _mm256_loadu_si256((const __m256i *)(source + b + k)));
-#else
-            for (int k = 0; k < 64; k += 16)
-                _mm_stream_si128((__m128i *)(target + b + k), _mm_loadu_si128((const __m128i *)(source + b + k)));
-#endif
-        memcpy(target + b, source + b, (size_t)(count - b));
-        return;
+    if (carry->count) {
+        source -= carry->count;
+        target -= carry->count;
+        count += carry->count;
+        memcpy(source, carry->bytes, (size_t)carry->count);
     }
+    Py_ssize_t b = (Py_ssize_t)(-(uintptr_t)target & 63u);
+    if (b) { /* the row's first bytes, not on a line */
+        if (b > count) b = count;
+        memcpy(target, source, (size_t)b);
+    }
+    for (; b + 64 <= count; b += 64)
+#if defined(__AVX512F__)
+        _mm512_stream_si512((void *)(target + b), _mm512_loadu_si512((const void *)(source + b)));
+#elif defined(__AVX__)
+        for (int k = 0; k < 64; k += 32)
+            _mm256_stream_si256((__m256i *)(target + b + k), _mm256_loadu_si256((const __m256i *)(source + b + k)));
+#else
+        for (int k = 0; k < 64; k += 16)
+            _mm_stream_si128((__m128i *)(target + b + k), _mm_loadu_si128((const __m128i *)(source + b + k)));
 #endif
+    carry->count = last ? 0 : count - b;
+    if (b < count) memcpy(last ? target + b : carry->bytes, source + b, (size_t)(count - b));
+#else
+    (void)last;
+    (void)carry;
     memcpy(target, source, (size_t)count);
+#endif
 }
 
 static inline void stream_fence(void) {
 #ifdef LSTMCELL_X86
     _mm_sfence();
+#endif
+}
+
+/* ---- prefetch into the second cache --------------------------------------------------------------------------- */
+
+/* Written as volatile assembly: GCC takes a function that does nothing but prefetch for one without effect, and drops
+ * the calls. */
+static inline void prefetch_bytes(const char *p, Py_ssize_t count) {
+    for (Py_ssize_t b = 0; b < count; b += 64)
+#if defined(LSTMCELL_X86)
+        __asm__ volatile("prefetcht1 %0" : : "m"(p[b]));
+#elif defined(LSTMCELL_ARM64)
+        __asm__ volatile("prfm pldl2keep, %0" : : "Q"(p[b]));
+#else
+        (void)p;
 #endif
 }
 
