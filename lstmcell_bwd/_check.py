@@ -1,0 +1,469 @@
+"""What `lstmcell-bwd check` runs: a device against the float64 reference, and a probe of the NPU operator's bias."""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from lstmcell_bwd import get_isa, lstm_cell_backward, reference, use_isa
+from lstmcell_bwd._api import built_isas
+from lstmcell_bwd._features import runnable_isas
+from lstmcell_bwd._types import LSTMCellGradients
+from lstmcell_bwd.errors import LSTMCellError, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+
+__all__ = [
+    "OUTPUTS",
+    "TOLERANCES",
+    "Case",
+    "Outcome",
+    "Probe",
+    "Target",
+    "Tolerance",
+    "data_types",
+    "plan",
+    "probe_bias",
+    "run_cases",
+    "targets",
+    "within_tolerance",
+]
+
+OUTPUTS = LSTMCellGradients._fields
+
+SHAPES = ((1, 8), (2, 1), (5, 33), (64, 64), (33, 300), (700, 3), (4095, 8))
+VARIANT_SHAPES = ((5, 33), (64, 64), (33, 300))
+DATA = ("ordinary", "saturated", "wide")
+MISSING = ((), ("grad_hy",), ("grad_cy",), ("grad_hy", "grad_cy"))
+PROBED_ROWS = (4094, 4095, 4096, 6105)
+PROBED_HIDDEN = 8
+
+
+# ---- the published tolerance -----------------------------------------------------------------------------------------
+
+
+class Tolerance(NamedTuple):
+    """What CANN allows its operators: a share of the elements within `rtol` and `atol`, and no error beyond a limit.
+
+    Attributes
+    ----------
+    rtol, atol : float
+        An element is within if |result - exact| <= atol + rtol * |exact|.
+    largest : float
+        The limit of |result - exact| / max(1, |exact|), for every element.
+    share : float
+        Least share of the elements that must be within.
+    """
+
+    rtol: float
+    atol: float
+    largest: float
+    share: float = 0.99
+
+
+TOLERANCES = {"float32": Tolerance(2.0**-10, 2.0**-16, 1e-2), "float16": Tolerance(2.0**-9, 2.0**-9, 1e-1)}
+
+
+def within_tolerance(result: Array, exact: Array, tolerance: Tolerance) -> bool:
+    """Whether an array agrees with the exact one as far as a tolerance asks for.
+
+    Where the exact value rounds to an infinity of the result's dtype, that infinity is what is wanted.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        exact = np.where(np.isinf(exact.astype(result.dtype)), exact.astype(result.dtype).astype(np.float64), exact)
+        error = np.where(result == exact, 0, np.abs(result.astype(np.float64) - exact))
+        size = np.where(np.isinf(exact), 0, np.abs(exact))
+        within = error <= tolerance.atol + tolerance.rtol * size
+        return bool(within.mean() >= tolerance.share and (error / np.maximum(1, size)).max() < tolerance.largest)
+
+
+# ---- cases -----------------------------------------------------------------------------------------------------------
+
+
+class Target(NamedTuple):
+    """A device, with the instruction set where it is the CPU."""
+
+    device: str
+    isa: str | None
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return self.device if self.isa is None else f"{self.device}, {self.isa}"
+
+
+class Case(NamedTuple):
+    """One call: its data, and one way of handing it over.
+
+    Attributes
+    ----------
+    dtype : str
+    shape : tuple of int
+        (N, H).
+    data : str
+        One of `DATA`.
+    missing : tuple of str
+        The gradients that are None.
+    variant : str
+        "plain", or what differs from C-contiguous inputs and new outputs on one thread.
+    """
+
+    dtype: str
+    shape: tuple[int, int]
+    data: str
+    missing: tuple[str, ...] = ()
+    variant: str = "plain"
+
+    def __str__(self) -> str:
+        """The case in words."""
+        missing = "".join(f", no {name}" for name in self.missing)
+        return f"{self.dtype} {self.shape[0]}x{self.shape[1]}, {self.data} data{missing}, {self.variant}"
+
+
+class Outcome(NamedTuple):
+    """What came of one case.
+
+    Attributes
+    ----------
+    target : Target
+    case : Case
+    units : LSTMCellGradients
+        Largest errors as `reference.error_in_units` measures them; None where nothing was returned.
+    within_bounds, within_tolerance, same_bits : bool or None
+        None where the question does not arise.
+    error : str
+        What was raised instead of a result.
+    """
+
+    target: Target
+    case: Case
+    units: LSTMCellGradients
+    within_bounds: bool | None
+    within_tolerance: bool | None
+    same_bits: bool | None
+    error: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.error and False not in (self.within_bounds, self.within_tolerance, self.same_bits)
+
+    @property
+    def complaint(self) -> str:
+        """What is wrong, in words."""
+        if self.error:
+            return self.error
+        found = {
+            "error above the promised bound": self.within_bounds,
+            "outside CANN's tolerance": self.within_tolerance,
+            "other bits than the first instruction set and layout gave": self.same_bits,
+        }
+        return "; ".join(text for text, good in found.items() if good is False)
+
+
+def wide_rows(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Rows that are slices of longer ones."""
+    return np.empty((*shape[:-1], shape[-1] + 5), dtype)[..., 3:-2]
+
+
+def second_columns(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Every second element of a row."""
+    return np.empty((*shape[:-1], 2 * shape[-1]), dtype)[..., ::2]
+
+
+def column_major(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Columns that are contiguous."""
+    return np.empty(shape[::-1], dtype).T
+
+
+def reversed_axes(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Negative strides."""
+    return np.flip(np.empty(shape, dtype))
+
+
+def unaligned(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Data that begins at an odd address."""
+    dtype = np.dtype(dtype)
+    return np.ndarray(shape, dtype, np.empty(int(np.prod(shape)) * dtype.itemsize + 1, np.uint8).data, 1)
+
+
+LAYOUTS: dict[str, Callable[[tuple[int, ...], Any], Array]] = {
+    "rows of wider arrays": wide_rows,
+    "every second column": second_columns,
+    "column-major": column_major,
+    "reversed": reversed_axes,
+    "unaligned": unaligned,
+}
+CPU_VARIANTS = (*LAYOUTS, "other byte order", "in place", "without bias", "2 threads", "3 threads")
+NPU_VARIANTS = (*LAYOUTS, "without bias", "arrays on the device", "rows of arrays on the device")
+
+
+def data_types(device: str) -> list[str]:
+    """The dtypes that a device has, bfloat16 only where ml_dtypes is installed."""
+    if device != "cpu":
+        return ["float32", "float16"]
+    try:
+        importlib.import_module("ml_dtypes")
+    except ImportError:
+        return ["float32", "float64", "float16"]
+    return ["float32", "float64", "float16", "bfloat16"]
+
+
+def named_dtype(name: str) -> np.dtype[Any]:
+    """The dtype of a name, bfloat16 included."""
+    return np.dtype(importlib.import_module("ml_dtypes").bfloat16 if name == "bfloat16" else name)
+
+
+def targets(device: str) -> list[Target]:
+    """The targets behind a device: on the CPU every instruction set that was built and can run."""
+    if device != "cpu":
+        return [Target(device, None)]
+    return [Target(device, isa) for isa in built_isas() if isa in runnable_isas()]
+
+
+def plan(device: str) -> list[tuple[Target, Case]]:
+    """All cases for a device. Cases that must have the same bits follow one another."""
+    on_cpu = device == "cpu"
+    variants = CPU_VARIANTS if on_cpu else NPU_VARIANTS
+    # The NPU's operator computes 1 - t**2 and 1 - g**2 with cancellation, so it is not asked for more than CANN says.
+    data = DATA if on_cpu else DATA[:2]
+    cases = []
+    for dtype in data_types(device):
+        for shape in SHAPES:
+            for kind in data:
+                for missing in MISSING if shape in VARIANT_SHAPES else MISSING[:1]:
+                    chosen = ["plain"]
+                    if shape in VARIANT_SHAPES and kind == "ordinary" and len(missing) < 2:
+                        chosen += [v for v in variants if v != "other byte order" or dtype != "bfloat16"]
+                    cases += [
+                        (target, Case(dtype, shape, kind, missing, variant))
+                        for target in targets(device)
+                        for variant in chosen
+                    ]
+    return cases
+
+
+def make_inputs(case: Case) -> list[Array]:
+    """The five inputs of a case, C-contiguous, with none of them missing."""
+    rng = np.random.default_rng([*case.shape, DATA.index(case.data)])
+    batch, hidden = case.shape
+    dtype = named_dtype(case.dtype)
+    strength = 6 if case.data == "saturated" else 2
+    a = strength * rng.standard_normal((4, batch, hidden))
+    i, f, o = 1 / (1 + np.exp(-a[[0, 1, 3]]))
+    gates = np.concatenate([i, f, np.tanh(a[2]), o], axis=1)
+    grad_hy, grad_cy, cx, cy = rng.standard_normal((4, batch, hidden))
+    if case.data == "saturated":
+        cy = np.copysign(rng.uniform(4, 40, cy.shape), cy)
+    if case.data == "wide":
+        decades = {"float16": 1.5, "float64": 60}.get(case.dtype, 8)
+        grad_hy *= 10 ** rng.uniform(-decades, decades, grad_hy.shape)
+        grad_cy *= 10 ** rng.uniform(-decades, decades, grad_cy.shape)
+    return [array.astype(dtype) for array in (grad_hy, grad_cy, cx, cy, gates)]
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+def relaid(array: Array, layout: Callable[[tuple[int, ...], Any], Array]) -> Array:
+    """The same values in another layout."""
+    other = layout(array.shape, array.dtype)
+    other[...] = array
+    return other
+
+
+def call(target: Target, case: Case, arrays: Sequence[Array | None]) -> LSTMCellGradients:
+    """Runs a case as its variant says; returns results on the host."""
+    options: dict[str, Any] = {"device": target.device}
+    if target.device == "cpu":
+        options["num_threads"] = int(case.variant[0]) if case.variant.endswith("threads") else 1
+    given = [None if array is None else array.copy() for array in arrays]
+    layout = LAYOUTS.get(case.variant)
+    if layout is not None:
+        given = [None if array is None else relaid(array, layout) for array in given]
+        shapes = (case.shape[0], 4 * case.shape[1]), case.shape, (4 * case.shape[1],)
+        options["out"] = tuple(layout(shape, named_dtype(case.dtype)) for shape in shapes)
+    elif case.variant == "other byte order":
+        given = [None if array is None else array.astype(array.dtype.newbyteorder()) for array in given]
+    elif case.variant == "in place":
+        options["out"] = (given[4], given[2], None)
+    elif case.variant == "without bias":
+        options["has_bias"] = False
+    elif case.variant.endswith("on the device"):
+        from lstmcell_bwd.npu import NPUArray
+
+        index = int(target.device.partition(":")[2] or 0)
+        if case.variant.startswith("rows"):
+            on_device = [None if a is None else NPUArray.from_numpy(np.pad(a, ((2, 1), (0, 0))), index) for a in given]
+            inputs = [None if array is None else array[2:-1] for array in on_device]
+        else:
+            inputs = [None if array is None else NPUArray.from_numpy(array, index) for array in given]
+        return LSTMCellGradients(*(array.to_numpy() for array in lstm_cell_backward(*inputs, **options)))
+    return lstm_cell_backward(*given, **options)
+
+
+def same_bits(a: Array | None, b: Array | None) -> bool:
+    """Whether two arrays have the same bits; NaN equals NaN, and an array that was not asked for is not compared."""
+    if a is None or b is None:
+        return True
+    unsigned = f"u{a.dtype.itemsize}"
+    equal = np.ascontiguousarray(a).view(unsigned) == np.ascontiguousarray(b).view(unsigned)
+    return bool(np.all(equal | (np.isnan(a) & np.isnan(b))))
+
+
+@contextmanager
+def instruction_set(name: str | None) -> Iterator[None]:
+    """Uses an instruction set for a while."""
+    before = get_isa()
+    if name is not None:
+        use_isa(name)
+    try:
+        yield
+    finally:
+        use_isa(before)
+
+
+def run_cases(cases: Sequence[tuple[Target, Case]]) -> Iterator[Outcome]:
+    """Runs cases in their order, and judges each.
+
+    Parameters
+    ----------
+    cases : sequence of (Target, Case)
+        From `plan`.
+
+    Yields
+    ------
+    Outcome
+    """
+    arrays: list[Array | None] = []
+    exact = first = None
+    known: Case | None = None
+    for target, case in cases:
+        if known is None or case._replace(variant="plain") != known:
+            known = case._replace(variant="plain")
+            inputs = zip(("grad_hy", "grad_cy", "cx", "cy", "gates"), make_inputs(case), strict=True)
+            arrays = [None if name in case.missing else array for name, array in inputs]
+            exact = reference.lstm_cell_backward(*arrays, dtype=reference.wide_dtype(named_dtype(case.dtype)))
+            first = None
+        try:
+            with instruction_set(target.isa):
+                result = call(target, case, arrays)
+        except LSTMCellError as error:
+            nothing = LSTMCellGradients(None, None, None)
+            yield Outcome(target, case, nothing, None, None, None, f"{type(error).__name__}: {error}")
+            continue
+        if first is None:
+            first = result
+        yield judge(target, case, arrays, result, exact, first)
+
+
+def judge(
+    target: Target,
+    case: Case,
+    arrays: Sequence[Array | None],
+    result: LSTMCellGradients,
+    exact: LSTMCellGradients,
+    first: LSTMCellGradients,
+) -> Outcome:
+    """Compares a result with the exact one, and on the CPU with the first result for the same data.
+
+    The bounds and the bits are promises of the CPU's kernel; an NPU is held to CANN's tolerance.
+    """
+    if result.grad_bias is None:
+        exact = exact._replace(grad_bias=None)
+    units = reference.error_in_units(result, *arrays, exact=exact)
+    tolerance = TOLERANCES.get(case.dtype)
+    near = None
+    if tolerance is not None:
+        pairs = zip(result, exact, strict=True)
+        near = all(within_tolerance(value, truth, tolerance) for value, truth in pairs if value is not None)
+    bounded = bits = None
+    if target.device == "cpu":
+        bounds = reference.bounds(named_dtype(case.dtype))
+        bounded = all(unit <= bound for unit, bound in zip(units, bounds, strict=True) if unit is not None)
+        bits = all(same_bits(a, b) for a, b in zip(result, first, strict=True))
+    return Outcome(target, case, units, bounded, near, bits, "")
+
+
+# ---- the bias of the NPU's operator ----------------------------------------------------------------------------------
+
+
+class Probe(NamedTuple):
+    """The float32 bias gradient for one number of rows.
+
+    Attributes
+    ----------
+    rows : int
+    raw_error : float or None
+        Largest error of the operator's own bias, called in two phases; None where the call failed.
+    raw_right : bool
+        Whether that is within CANN's tolerance.
+    error : float
+        Largest error of `lstm_cell_backward`, which avoids the defect.
+    right : bool
+    message : str
+        Why the raw call failed.
+    """
+
+    rows: int
+    raw_error: float | None
+    raw_right: bool
+    error: float
+    right: bool
+    message: str
+
+
+def probe_bias(device: str) -> Iterator[Probe]:
+    """Looks for the operator's known defect: a wrong bias from 4095 rows on, at small hidden sizes.
+
+    Parameters
+    ----------
+    device : str
+        "npu" or "npu:<index>".
+
+    Yields
+    ------
+    Probe
+        For one row count after the other.
+    """
+    index = int(device.partition(":")[2] or 0)
+    for rows in PROBED_ROWS:
+        case = Case("float32", (rows, PROBED_HIDDEN), "ordinary")
+        arrays = make_inputs(case)
+        exact = reference.lstm_cell_backward(*arrays).grad_bias
+        split = lstm_cell_backward(*arrays, device=device).grad_bias
+        raw, message = raw_bias(arrays, index)
+        yield Probe(
+            rows,
+            None if raw is None else float(np.abs(raw - exact).max()),
+            raw is not None and within_tolerance(raw, exact, TOLERANCES["float32"]),
+            float(np.abs(split - exact).max()),
+            within_tolerance(split, exact, TOLERANCES["float32"]),
+            message,
+        )
+
+
+def raw_bias(arrays: Sequence[Array], index: int) -> tuple[Array | None, str]:
+    """The bias gradient from the operator's two phases on a device, or None and the reason."""
+    from lstmcell_bwd import aclnn
+    from lstmcell_bwd.npu import NPUArray
+
+    inputs = [NPUArray.from_numpy(array, index) for array in arrays]
+    rows, hidden = arrays[2].shape
+    shapes: list[tuple[int, ...]] = [(rows, 4 * hidden), (rows, hidden), (4 * hidden,)]
+    outputs = [NPUArray.empty(shape, np.float32, index) for shape in shapes]
+    status, size, executor = aclnn.aclnnThnnFusedLstmCellBackwardGetWorkspaceSize(*inputs, True, *outputs)
+    if status == Status.ACLNN_SUCCESS:
+        workspace = NPUArray.empty((size,), np.uint8, index)
+        status = aclnn.aclnnThnnFusedLstmCellBackward(workspace, size, executor, None)
+    if status != Status.ACLNN_SUCCESS:
+        return None, f"status {int(status)}: {aclnn.aclGetRecentErrMsg()}"
+    return outputs[2].to_numpy(), ""
