@@ -488,7 +488,7 @@ def lstm_cell_backward(grad_hy, grad_cy, cx, cy, gates, has_bias=True, *, out=No
     -----
     All arrays have one dtype. float16 and bfloat16 are computed in float32 and rounded once; their bias is summed from
     the unrounded gate gradients. The result has the same bits for every number of threads, instruction set, processor
-    family and memory layout, in place or not. Each element of grad_gates and grad_cx is within 4 units of
+    family and memory layout, in place or not. Each element of grad_gates and grad_cx is within 8 units of
     ``eps * scale`` in float32 and float64, also where `cy` is saturated; `lstmcell_bwd.reference` says what the
     scale is.
 

@@ -198,19 +198,26 @@ cdef inline void tanh_pair(real_t cy, real_t p, real_t scale, real_t one, bint c
     s[0] = ((<real_t>4 * e) * q) * q
 
 
-cdef inline void cell(real_t grad_hy, real_t grad_cy, real_t cx, real_t i, real_t f, real_t g, real_t o,
-                      real_t t, real_t s, real_t s_last, real_t one, bint careful,
-                      real_t* d_i, real_t* d_f, real_t* d_g, real_t* d_o, real_t* grad_cx) noexcept nogil:
-    """The operator on one element: products from left to right, 1 - g^2 without cancellation."""
-    cdef real_t total = grad_hy * o * s
-    if careful:
-        total = total * s_last
-    total = total + grad_cy
-    grad_cx[0] = total * f
-    d_i[0] = total * g * i * (one - i)
-    d_f[0] = total * cx * f * (one - f)
-    d_g[0] = total * i * ((one - g) * (one + g))
-    d_o[0] = grad_hy * t * o * (one - o)
+# The operator on one element: products from left to right, 1 - g^2 without cancellation.
+
+cdef inline real_t total_of(real_t grad_hy, real_t grad_cy, real_t o, real_t s) noexcept nogil:
+    return grad_hy * o * s + grad_cy
+
+
+cdef inline real_t d_o_of(real_t grad_hy, real_t t, real_t o, real_t one) noexcept nogil:
+    return grad_hy * t * o * (one - o)
+
+
+cdef inline real_t d_i_of(real_t total, real_t i, real_t g, real_t one) noexcept nogil:
+    return total * g * i * (one - i)
+
+
+cdef inline real_t d_g_of(real_t total, real_t i, real_t g, real_t one) noexcept nogil:
+    return total * i * ((one - g) * (one + g))
+
+
+cdef inline real_t d_f_of(real_t total, real_t cx, real_t f, real_t one) noexcept nogil:
+    return total * cx * f * (one - f)
 
 
 cdef inline real_t poison(real_t x) noexcept nogil:
@@ -223,8 +230,10 @@ cdef inline real_t poison(real_t x) noexcept nogil:
 
 # ---- one row of a tile ------------------------------------------------------------------------------------------
 
-# One element's chain of operations is long, and a processor has room for a limited number of waiting instructions: in
-# one loop the chains of few elements overlap. Four short loops over buffers in L1 take half the time of one.
+# Five short loops over buffers in the first cache instead of one long loop, for two reasons. One element's chain of
+# operations is long, and a processor has room for a limited number of waiting instructions: the shorter the loop, the
+# more elements are under way at once. And arrays tend to lie at equal offsets within a page, where all their rows
+# compete for the same few places of the first cache: no loop here touches more than five of them.
 
 cdef inline void split_row(real_t one, Py_ssize_t count,
                     row_t cy,                                                                                # IN
@@ -243,25 +252,50 @@ cdef inline void exponential_row(real_t one, Py_ssize_t count, row_t r) noexcept
         r[j] = exponential_minus_one(<real_t>r[j])
 
 
-cdef inline bint cell_row(real_t one, Py_ssize_t count,
-                   row_t grad_hy, row_t grad_cy, row_t cx, row_t cy, row_t p, row_t scale,                   # IN
-                   row_t i, row_t f, row_t g, row_t o,                                                       # IN
-                   row_t d_i, row_t d_f, row_t d_g, row_t d_o, row_t grad_cx) noexcept nogil:                # OUT
-    """The operator on one row; whether all of it was finite (design note c)."""
+cdef inline void state_row(real_t one, Py_ssize_t count,
+                           row_t grad_hy, row_t grad_cy, row_t cy, row_t o, row_t scale,                     # IN
+                           row_t p,                                                                          # INOUT
+                           row_t d_o) noexcept nogil:                                                        # OUT
+    """d_o, and `total` in the place of p."""
     cdef Py_ssize_t j
-    cdef real_t a, b, c, d, e, t, s
+    cdef real_t t, s
+    for j in range(count):
+        tanh_pair(<real_t>cy[j], <real_t>p[j], <real_t>scale[j], one, False, &t, &s)
+        p[j] = total_of(<real_t>grad_hy[j], <real_t>grad_cy[j], <real_t>o[j], s)
+        d_o[j] = d_o_of(<real_t>grad_hy[j], t, <real_t>o[j], one)
+
+
+cdef inline bint input_row(real_t one, Py_ssize_t count,
+                           row_t total, row_t i, row_t g,                                                    # IN
+                           row_t d_i, row_t d_g) noexcept nogil:                                             # OUT
+    """d_i and d_g; whether all of d_i is finite (design note c)."""
+    cdef Py_ssize_t j
+    cdef real_t a
     cdef uint32_t narrow = 0
     cdef uint64_t wide = 0
     for j in range(count):
-        tanh_pair(<real_t>cy[j], <real_t>p[j], <real_t>scale[j], one, False, &t, &s)
-        cell(<real_t>grad_hy[j], <real_t>grad_cy[j], <real_t>cx[j], <real_t>i[j], <real_t>f[j], <real_t>g[j],
-             <real_t>o[j], t, s, one, one, False, &a, &b, &c, &d, &e)
+        a = d_i_of(<real_t>total[j], <real_t>i[j], <real_t>g[j], one)
         d_i[j] = a
-        d_f[j] = b
-        d_g[j] = c
-        d_o[j] = d
-        grad_cx[j] = e
-        a = a + b
+        d_g[j] = d_g_of(<real_t>total[j], <real_t>i[j], <real_t>g[j], one)
+        if real_t is float:
+            narrow |= bits_f32(a - a)
+        else:
+            wide |= bits_f64(a - a)
+    return (narrow == 0) if real_t is float else (wide == 0)
+
+
+cdef inline bint forget_row(real_t one, Py_ssize_t count,
+                            row_t total, row_t cx, row_t f,                                                  # IN
+                            row_t d_f, row_t grad_cx) noexcept nogil:                                        # OUT
+    """d_f and grad_cx; whether all of d_f is finite (design note c)."""
+    cdef Py_ssize_t j
+    cdef real_t a
+    cdef uint32_t narrow = 0
+    cdef uint64_t wide = 0
+    for j in range(count):
+        a = d_f_of(<real_t>total[j], <real_t>cx[j], <real_t>f[j], one)
+        d_f[j] = a
+        grad_cx[j] = <real_t>total[j] * <real_t>f[j]
         if real_t is float:
             narrow |= bits_f32(a - a)
         else:
@@ -274,17 +308,16 @@ cdef void careful_row(real_t one, Py_ssize_t count, bint nonfinite_nan,
                       row_t d_i, row_t d_f, row_t d_g, row_t d_o, row_t grad_cx) noexcept nogil:             # OUT
     """As the rows above, for all inputs there are; with `nonfinite_nan` an Inf that a formula reads gives NaN."""
     cdef Py_ssize_t j
-    cdef real_t a, b, c, d, e, r, scale, s_last, t, s, in_total, in_d_o
+    cdef real_t r, scale, s_last, t, s, total, in_total, in_d_o
     for j in range(count):
         split_exponential(<real_t>cy[j], one, True, &r, &scale, &s_last)
         tanh_pair(<real_t>cy[j], exponential_minus_one(r), scale, one, True, &t, &s)
-        cell(<real_t>grad_hy[j], <real_t>grad_cy[j], <real_t>cx[j], <real_t>i[j], <real_t>f[j], <real_t>g[j],
-             <real_t>o[j], t, s, s_last, one, True, &a, &b, &c, &d, &e)
-        d_i[j] = a
-        d_f[j] = b
-        d_g[j] = c
-        d_o[j] = d
-        grad_cx[j] = e
+        total = <real_t>grad_hy[j] * <real_t>o[j] * s * s_last + <real_t>grad_cy[j]
+        d_i[j] = d_i_of(total, <real_t>i[j], <real_t>g[j], one)
+        d_f[j] = d_f_of(total, <real_t>cx[j], <real_t>f[j], one)
+        d_g[j] = d_g_of(total, <real_t>i[j], <real_t>g[j], one)
+        d_o[j] = d_o_of(<real_t>grad_hy[j], t, <real_t>o[j], one)
+        grad_cx[j] = total * <real_t>f[j]
     if nonfinite_nan:
         for j in range(count):
             in_d_o = poison(<real_t>grad_hy[j]) + poison(<real_t>cy[j]) + poison(<real_t>o[j])
@@ -443,14 +476,18 @@ cdef inline bint fast_row(real_t one, row_t kind, const Call* call, const Buffer
     """The fast path for one row of a tile; whether it is valid (design note c)."""
     cdef row_t p = <row_t>buffers.exponential
     cdef row_t scale = <row_t>buffers.exponential + buffers.pitch
-    prefetch_sources(call, ahead, 0, 3)
+    cdef bint valid
+    prefetch_sources(call, ahead, 0, 2)
     split_row(one, count, <row_t>source[3], p, scale)
-    prefetch_sources(call, ahead, 3, 6)
+    prefetch_sources(call, ahead, 2, 4)
     exponential_row(one, count, p)
+    prefetch_sources(call, ahead, 4, 6)
+    state_row(one, count, <row_t>source[0], <row_t>source[1], <row_t>source[3], <row_t>source[7], scale, p,
+              <row_t>target[3])
     prefetch_sources(call, ahead, 6, 8)
-    return cell_row(one, count, <row_t>source[0], <row_t>source[1], <row_t>source[2], <row_t>source[3], p, scale,
-                    <row_t>source[4], <row_t>source[5], <row_t>source[6], <row_t>source[7],
-                    <row_t>target[0], <row_t>target[1], <row_t>target[2], <row_t>target[3], <row_t>target[4])
+    valid = input_row(one, count, p, <row_t>source[4], <row_t>source[6], <row_t>target[0], <row_t>target[2])
+    valid &= forget_row(one, count, p, <row_t>source[2], <row_t>source[5], <row_t>target[1], <row_t>target[4])
+    return valid
 
 
 cdef void compute_row(real_t one, row_t kind, const Call* call, const Buffers* buffers, const Ahead* ahead,
@@ -710,6 +747,10 @@ cdef void round_bias(Storage storage, Py_ssize_t count, const double* root,     
     cdef double total
     cdef float single
     cdef uint16_t half
+    if storage == STORAGE_FLOAT32 and stride == sizeof(float):
+        for j in range(count):
+            (<f32_row>bias)[j] = <float>root[j]
+        return
     for j in range(count):
         total = root[j]
         if storage == STORAGE_FLOAT64:
