@@ -45,9 +45,14 @@ cdef extern from "numpy/arrayobject.h":
     int NPY_ARRAY_CARRAY
 
 cdef extern from "Python.h":
+    ctypedef struct TupleType "PyTypeObject":
+        object (*tp_new)(type kind, object arguments, PyObject* keywords)
+    TupleType PyTuple_Type
     void Py_INCREF(object)
 
 lstmcell_watch_fork()
+
+cdef object logs = dispatch.logger.isEnabledFor
 
 BIAS_LEAF_ROWS = LEAF_ROWS
 
@@ -376,7 +381,7 @@ cdef list nodes_of(CPUExecutor executor):
 
 cdef object gradients(type kind, a, b, c):
     """A named tuple without the detour through its Python constructor."""
-    return tuple.__new__(kind, (a, b, c))
+    return PyTuple_Type.tp_new(kind, ((a, b, c),), NULL)
 
 
 cdef object compute_on_host(type kind, Arguments arguments, object out, bint nonfinite_nan, object num_threads,
@@ -412,7 +417,7 @@ cdef object compute_on_host(type kind, Arguments arguments, object out, bint non
 cdef object chosen_npu(Arguments arguments, object device, object stream):
     """The NPU that the dispatcher chose, or None for the CPU; the common cases without a look at Python code."""
     cdef const char* forced
-    if arguments.on_host and isinstance(device, str) and not dispatch.logger.isEnabledFor(LOG_DEBUG):
+    if arguments.on_host and isinstance(device, str) and not logs(LOG_DEBUG):
         forced = getenv("LSTMCELL_BWD_DEVICE")
         if device == "cpu" or (device == "auto" and (forced == NULL or forced[0] == 0)):
             if stream is not None:

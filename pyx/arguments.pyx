@@ -103,12 +103,7 @@ cdef object as_tensor(name, value):
 cdef int storage_of(object tensor):
     """The enum Storage of a tensor's dtype, or -1."""
     global bfloat16_number
-    cdef int number
-    dtype = tensor.dtype
-    if isinstance(tensor, np.ndarray):
-        number = cnp.PyArray_TYPE(tensor)
-    else:
-        number = dtype.num
+    cdef int number = cnp.PyArray_TYPE(tensor) if PyArray_CheckExact(tensor) else tensor.dtype.num
     if number == cnp.NPY_FLOAT32:
         return STORAGE_FLOAT32
     if number == cnp.NPY_FLOAT64:
@@ -118,7 +113,7 @@ cdef int storage_of(object tensor):
     if number == bfloat16_number:
         return STORAGE_BFLOAT16
     # ml_dtypes registers its type with NumPy under a number that is only known at run time.
-    if number >= FIRST_USER_TYPE and dtype.name == "bfloat16" and dtype.itemsize == 2:
+    if number >= FIRST_USER_TYPE and tensor.dtype.name == "bfloat16" and tensor.dtype.itemsize == 2:
         bfloat16_number = number
         return STORAGE_BFLOAT16
     return -1
@@ -165,7 +160,7 @@ cdef int check_shape(name, object tensor, Py_ssize_t rows, Py_ssize_t columns, s
 
 # ---- outputs and overlap ------------------------------------------------------------------------------------------
 
-cdef bint overlaps_itself(cnp.ndarray array):
+cdef bint overlaps_itself(cnp.ndarray array) noexcept:
     """Whether two elements of a one- or two-dimensional array share a byte."""
     cdef Py_ssize_t size = cnp.PyArray_ITEMSIZE(array)
     cdef Py_ssize_t count, count_far, stride, stride_far, step, away, nearest
@@ -198,7 +193,7 @@ cdef struct Extent:
     char* end
 
 
-cdef inline Extent extent_of(cnp.ndarray array):
+cdef inline Extent extent_of(cnp.ndarray array) noexcept:
     """The bytes between an array's lowest and highest element."""
     cdef Extent extent
     cdef int axis
@@ -217,7 +212,7 @@ cdef inline Extent extent_of(cnp.ndarray array):
     return extent
 
 
-cdef inline bint extents_meet(Extent a, Extent b):
+cdef inline bint extents_meet(Extent a, Extent b) noexcept:
     return a.first < b.end and b.first < a.end and a.first != a.end and b.first != b.end
 
 
@@ -263,7 +258,7 @@ cdef tuple unpack_out(object out):
 
 cdef int check_output(name, object tensor, Arguments checked) except -1:
     """What an output must be beyond dtype and shape."""
-    if not isinstance(tensor, np.ndarray):
+    if not PyArray_CheckExact(tensor):
         checked.on_host = False
         return 0
     if not cnp.PyArray_ISWRITEABLE(tensor):
@@ -329,7 +324,7 @@ cdef int check_npu_outputs(Arguments checked) except -1:
     return 0
 
 
-cdef inline bint meets_outputs(object tensor, Extent gates, Extent state):
+cdef inline bint meets_outputs(object tensor, Extent gates, Extent state) noexcept:
     cdef Extent extent
     if tensor is None:
         return False
@@ -380,7 +375,7 @@ cpdef Arguments check_arguments(object grad_hy, object grad_cy, object cx, objec
 
     storage = check_dtype("cx", checked.cx, -1, None)
     checked.storage = storage
-    checked.dtype = checked.cx.dtype
+    checked.dtype = (<object>cnp.PyArray_DESCR(checked.cx)) if PyArray_CheckExact(checked.cx) else checked.cx.dtype
     if PyArray_CheckExact(checked.cx) and not cnp.PyArray_ISNOTSWAPPED(checked.cx):
         checked.dtype = checked.dtype.newbyteorder("=")      # results are native
     check_dtype("cy", checked.cy, storage, checked.dtype)
@@ -396,7 +391,7 @@ cpdef Arguments check_arguments(object grad_hy, object grad_cy, object cx, objec
     if checked.grad_bias is not None:
         check_dtype("out: grad_bias", checked.grad_bias, storage, checked.dtype)
 
-    if len(checked.cx.shape) != 2:
+    if (cnp.PyArray_NDIM(checked.cx) if PyArray_CheckExact(checked.cx) else len(checked.cx.shape)) != 2:
         raise wrong_rank("cx", shape_of(checked.cx))
     if PyArray_CheckExact(checked.cx):
         batch, hidden = cnp.PyArray_DIM(checked.cx, 0), cnp.PyArray_DIM(checked.cx, 1)
@@ -430,7 +425,7 @@ cpdef Arguments check_arguments(object grad_hy, object grad_cy, object cx, objec
     return checked
 
 
-cdef inline bint on_host(object tensor):
+cdef inline bint on_host(object tensor) noexcept:
     return tensor is None or PyArray_CheckExact(tensor)
 
 
