@@ -110,7 +110,8 @@ def checked_arrays(grad_hy, grad_cy, cx, cy, gates, dtype):
             raise missing(name)
     state, arrays = None, []
     for name, value in (("cx", cx), ("cy", cy), ("gates", gates), ("grad_hy", grad_hy), ("grad_cy", grad_cy)):
-        array = np.zeros(state, dtype) if value is None else np.asarray(value).astype(dtype)
+        with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+            array = np.zeros(state, dtype) if value is None else np.asarray(value).astype(dtype)
         if state is None:
             state = array.shape
             if len(state) != 2:
@@ -397,12 +398,16 @@ def bounds(dtype):
     Returns
     -------
     LSTMCellGradients
-        For float32 and float64 4 units for grad_gates and grad_cx, and 2 for grad_bias; for float16 and bfloat16 0.51
+        For float32 and float64 8 units for grad_gates and grad_cx, and 2 for grad_bias; for float16 and bfloat16 0.51
         (0.5 is perfect rounding), and 1 for grad_bias, whose error is given as a share of its bound there.
+
+    Notes
+    -----
+    Ordinary data stays below 4 units; tools/search_worst_error.py finds inputs that reach 6.1.
     """
     if np.dtype(dtype).itemsize == 2:
         return LSTMCellGradients(0.51, 0.51, 1.0)
-    return LSTMCellGradients(4.0, 4.0, 2.0)
+    return LSTMCellGradients(8.0, 8.0, 2.0)
 
 
 def distance(result, exact, exact_low, wide):

@@ -9,7 +9,7 @@ cimport cython
 cimport numpy as cnp
 from cpython.object cimport PyObject, PyTypeObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
-from libc.stdint cimport uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free, getenv, malloc
 from libc.string cimport memcpy, memset
 
@@ -43,6 +43,10 @@ cdef extern from "numpy/arrayobject.h":
                                 const cnp.npy_intp* strides, void* data, int flags, PyObject* parent)
     PyTypeObject PyArray_Type
     int NPY_ARRAY_CARRAY
+
+cdef extern from "simd.h" nogil:
+    uint64_t fp_state_enter()
+    void fp_state_leave(uint64_t before)
 
 cdef extern from "Python.h":
     ctypedef struct TupleType "PyTypeObject":
@@ -241,6 +245,7 @@ cdef void set_plane(Plane* plane, object tensor, int block, Storage storage, Py_
     cdef Py_ssize_t size
     if tensor is None:
         plane.data = NULL
+        plane.blocked = False
         return
     array = <cnp.ndarray>tensor
     size = cnp.PyArray_ITEMSIZE(array)
@@ -250,6 +255,7 @@ cdef void set_plane(Plane* plane, object tensor, int block, Storage storage, Py_
     plane.swapped = not cnp.PyArray_ISNOTSWAPPED(array)
     if hidden == 1:
         plane.column_stride = size
+    plane.blocked = abs(plane.row_stride) < abs(plane.column_stride)
     plane.direct = storage <= STORAGE_FLOAT64 and not plane.swapped and plane.column_stride == size
 
 
@@ -326,7 +332,6 @@ cpdef CPUExecutor prepare(Arguments arguments, object outputs, bint nonfinite_na
     set_plane(&call.source[1], arguments.grad_cy, 0, storage, call.hidden)
     set_plane(&call.source[2], arguments.cx, 0, storage, call.hidden)
     set_plane(&call.source[3], arguments.cy, 0, storage, call.hidden)
-    call.staged = call.in_place
     for k in range(GATES):
         set_plane(&call.source[4 + k], arguments.gates, k, storage, call.hidden)
         set_plane(&call.target[k], grad_gates, k, storage, call.hidden)
@@ -338,6 +343,9 @@ cpdef CPUExecutor prepare(Arguments arguments, object outputs, bint nonfinite_na
     call.item_bytes = cnp.PyArray_ITEMSIZE(<cnp.ndarray>arguments.cx)
     moved = PLANES * call.batch * call.hidden * call.item_bytes
     call.prefetch = moved >= PREFETCH_BYTES
+    call.blocked = False
+    for k in range(SOURCES):
+        call.blocked |= call.source[k].blocked and not call.source[k].direct
     call.streaming = (moved >= STREAMING_BYTES and not call.in_place
                       and call.target[0].column_stride == call.item_bytes
                       and call.target[4].column_stride == call.item_bytes)
@@ -588,6 +596,16 @@ def combine_bias(parts, dtype):
     UnsupportedDtypeError
         If the dtype is not supported or not the one that the parts are for.
     """
+    # The sums are Python-driven, so the floating-point state is set here, as the kernel does for a whole call.
+    cdef uint64_t before = fp_state_enter()
+    try:
+        return combined_bias(parts, dtype)
+    finally:
+        fp_state_leave(before)
+
+
+cdef object combined_bias(object parts, object dtype):
+    """`combine_bias` under the default floating-point state."""
     cdef Storage storage
     cdef bint pairs
     cdef Py_ssize_t width, expected

@@ -1,5 +1,6 @@
 """Fixtures of the whole suite: which backend a test runs on, and guards around every test."""
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -15,13 +16,11 @@ from lstmcell_bwd import _api, _features
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 pytest.register_assert_rewrite("strategies")
 
-import strategies
+strategies = importlib.import_module("strategies")
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60, database=None)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=20_000, database=None)
 hypothesis.settings.load_profile("ci")
-
-ISAS = ("baseline", "avx2")
 
 
 def missing_isa(isa):
@@ -47,7 +46,7 @@ def parameter(*reasons, values):
     return pytest.param(values, marks=marks, id="-".join(values) if isinstance(values, tuple) else values)
 
 
-@pytest.fixture(params=[parameter(missing_isa(isa), values=isa) for isa in ISAS])
+@pytest.fixture(params=[parameter(missing_isa(isa), values=isa) for isa in _features.ISAS])
 def isa(request):
     """Run the test on each instruction set."""
     lstmcell_bwd.use_isa(request.param)
@@ -64,7 +63,7 @@ def dtype(request):
 @pytest.fixture(
     params=[
         parameter(missing_isa(isa), missing_dtype(name), values=(isa, name))
-        for isa in ISAS
+        for isa in _features.ISAS
         for name in strategies.DTYPES
     ]
 )

@@ -37,7 +37,7 @@ def test_every_dtype_has_golden_sets():
 def test_golden(isa, name):
     """At most 4 units for float32 and float64, 0.51 for float16, and the bounds of the bias."""
     inputs, high, low, _ = load(name)
-    assert_within_bounds(lstm_cell_backward(*inputs), inputs, exact=high, exact_low=low)
+    assert_within_bounds(lstm_cell_backward(*inputs), inputs, most=4, exact=high, exact_low=low)
 
 
 @pytest.mark.parametrize("name", NATIVE)
