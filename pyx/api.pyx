@@ -104,7 +104,7 @@ def use_isa(name):
     source = "isa"
     built, runnable = built_isas(), _features.runnable_isas()
     if name == "auto":
-        name = os.environ.get("LSTMCELL_BWD_ISA", "auto")
+        name = os.environ.get("LSTMCELL_BWD_ISA") or "auto"
         source = "LSTMCELL_BWD_ISA"
     if name == "auto":
         name = [isa for isa in built if isa in runnable][-1]
