@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import cann_sim
+import simulation
 from cann_sim.fake_torch import FakeTorchNpu
 
 INT64S, HANDLE = ctypes.POINTER(ctypes.c_int64), ctypes.c_void_p
@@ -23,8 +24,8 @@ LIBRARY_BYTES = 16 << 20
 
 
 @pytest.fixture(scope="session")
-def install(tmp_path_factory):
-    return cann_sim.build(tmp_path_factory.mktemp("cann") / "home")
+def install():
+    return simulation.installation()
 
 
 @pytest.fixture
@@ -166,9 +167,7 @@ def assert_close(actual, expected, dtype=np.float32):
 
 def no_leaks(report):
     leaks = report["leaks"]
-    return not any(
-        leaks[k] for k in ("device_memory", "host_memory", "tensors", "executors", "waiting_tasks")
-    )
+    return not any(leaks[k] for k in ("device_memory", "host_memory", "tensors", "executors", "waiting_tasks"))
 
 
 def run_script(install, script, **variables):
@@ -365,8 +364,7 @@ def test_every_null_is_refused_first(sim, user):
         assert user.acl.get_recent_err_msg() is None  # read and cleared
     size = ctypes.c_uint64()
     assert (
-        user.ops.aclnnThnnFusedLstmCellBackwardGetWorkspaceSize(*tensors[:5], True, *tensors[5:], size, None)
-        == NULLPTR
+        user.ops.aclnnThnnFusedLstmCellBackwardGetWorkspaceSize(*tensors[:5], True, *tensors[5:], size, None) == NULLPTR
     )
     assert sim.report()["leaks"]["executors"] == 0
 
@@ -389,9 +387,7 @@ def test_order_of_the_checks(user):
     """Type before shape before format: the message names the first that fails."""
     _, _, tensors = user.arguments(2, 3)
     for dims, dtype, form, word in [((9,), 11, 0, "type"), ((9,), 0, 0, "shape"), ((2, 3), 0, 0, "format")]:
-        assert (
-            user.phase_one([*tensors[:2], user.tensor(0, dims, dtype, form=form), *tensors[3:]])[0] == INVALID
-        )
+        assert user.phase_one([*tensors[:2], user.tensor(0, dims, dtype, form=form), *tensors[3:]])[0] == INVALID
         assert word in user.acl.get_recent_err_msg()
 
 
@@ -402,9 +398,7 @@ def test_view_beyond_its_storage(sim, user):
     beyond = user.tensor(addresses[2], (4, 3), np.float32, strides=(4, 1), storage=12)
     assert user.phase_one([*tensors[:2], beyond, *tensors[3:]])[0] == INNER_NULLPTR
     tensors = user.arguments(1, 3)[2]
-    single = user.tensor(
-        addresses[2], (1, 3), np.float32, strides=(999, 1), storage=3
-    )  # one row: still contiguous
+    single = user.tensor(addresses[2], (1, 3), np.float32, strides=(999, 1), storage=3)  # one row: still contiguous
     code, size, _ = user.phase_one([*tensors[:2], single, *tensors[3:]])
     assert (code, size) == (0, LIBRARY_BYTES + 512)
     assert sim.report()["violations"] == []
@@ -749,13 +743,7 @@ def test_argument_parsing(user):
 
 
 def test_memory_rules(sim, user):
-    assert (
-        user.rt.malloc(0, 0)[1]
-        == user.rt.malloc_host(0)[1]
-        == user.rt.free(0)
-        == user.rt.free_host(0)
-        == 100000
-    )
+    assert user.rt.malloc(0, 0)[1] == user.rt.malloc_host(0)[1] == user.rt.free(0) == user.rt.free_host(0) == 100000
     sim.configure(memory=1000)
     assert user.rt.get_mem_info(1) == (1000, 1000, 0)
     address, code = user.rt.malloc(935, 0)  # rounded up to 960, and a tail of 32
@@ -784,9 +772,7 @@ def test_pinned_copies_are_late(sim, user):
     pinned, _ = user.rt.malloc_host(32)
     bytes_ = np.ctypeslib.as_array((ctypes.c_uint8 * 32).from_address(pinned))
     host = np.arange(32, dtype=np.uint8)
-    assert (
-        user.rt.memcpy_async(a, 32, host.ctypes.data, 32, H2D, user.stream) == 0
-    )  # pageable: done on return
+    assert user.rt.memcpy_async(a, 32, host.ctypes.data, 32, H2D, user.stream) == 0  # pageable: done on return
     assert user.rt.memcpy_async(pinned, 32, a, 32, D2H, user.stream) == 0
     assert not np.array_equal(bytes_, host)
     assert user.rt.synchronize_device() == 0 and np.array_equal(bytes_, host)
@@ -945,9 +931,7 @@ def test_a_child_may_start_afresh(install):
 
 @pytest.mark.parametrize("custom", ["default", "environment"])
 def test_custom_package(install, tmp_path, custom):
-    other = cann_sim.build(
-        tmp_path / "home", operators="libopapi.so", old_release=True, custom=custom, share=install
-    )
+    other = cann_sim.build(tmp_path / "home", operators="libopapi.so", old_release=True, custom=custom, share=install)
     variables = other.variables()
     base = variables.get("ASCEND_CUSTOM_OPP_PATH") or variables["ASCEND_OPP_PATH"] + "/vendors/simulated"
     script = (

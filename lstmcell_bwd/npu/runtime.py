@@ -375,7 +375,7 @@ def insist(function: Callable[..., Any], *arguments: Any) -> tuple[bool, NPURunt
         try:
             function(*arguments)
         except NPURuntimeError as second:
-            logger.warning("%s, twice", second)
+            logger.warning("%s, twice", str(second))
             return False, first
         return True, first
     return True, None
@@ -403,7 +403,7 @@ class Device:
         self.acl = acl
         self.index = index
         self.faults = 0
-        self._last_fault: NPURuntimeError | None = None
+        self._last_fault = "", 0, "", ""  # not the exception: its traceback would keep arrays alive
         self._context = 0
         self._allocated: set[int] = set()
         self._later: deque[Callable[[], Any]] = deque()  # refused by the runtime, or dropped in the middle of a job
@@ -464,7 +464,7 @@ class Device:
                 self.acl.call(function, *arguments)
             except NPURuntimeError as error:
                 self.faults += 1
-                self._last_fault = error
+                self._last_fault = error.function, error.status, error.name, error.detail
                 raise
 
     def synchronise(self, stream: int | None = None) -> None:
@@ -478,8 +478,7 @@ class Device:
         """Raises the last failure of the device if there was one since `faults` was read."""
         with self._asking:
             if self.faults != faults:
-                error = self._last_fault
-                raise NPURuntimeError(error.function, error.status, error.name, error.detail)
+                raise NPURuntimeError(*self._last_fault)
 
     def write(self, address: int, source: int, nbytes: int) -> None:
         """Copies from the host."""
@@ -634,7 +633,7 @@ class Memory:
         try:
             self.release()
         except LSTMCellError as error:
-            logger.warning("releasing memory of npu:%d: %s", self.index, error)
+            logger.warning("releasing memory of npu:%d: %s", self.index, str(error))
 
 
 # ---- fork and exit -------------------------------------------------------------------------------------------------
