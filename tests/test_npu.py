@@ -13,7 +13,7 @@ from simulation import assert_right, beyond_the_kept, make_inputs, output_shapes
 
 import lstmcell_bwd
 from lstmcell_bwd import lstm_cell_backward
-from lstmcell_bwd.npu import NPUArray
+from lstmcell_bwd.npu import NPUArray, runtime
 
 DTYPES = ("float32", "float16")
 MISSING = ((), (0,), (1,), (0, 1))
@@ -458,6 +458,21 @@ SCENARIO_CALLS = [
     "kernel",
 ]
 
+# Never reached, the test's own call, or met where nothing is computed: the release of arrays and of a thread's stream.
+NOT_RAISED = {
+    ("aclrtMemset", 3),
+    ("aclrtCreateStream", 3),
+    ("aclrtDestroyStream", 1),
+    ("aclrtDestroyStream", 3),
+    ("aclrtSynchronizeDevice", 1),
+    ("aclrtSynchronizeDevice", 3),
+    ("aclrtGetCurrentContext", 1),
+    ("aclDestroyAclOpExecutor", 1),
+    ("aclDestroyAclOpExecutor", 3),
+    ("aclGetRecentErrMsg", 1),
+    ("aclGetRecentErrMsg", 3),
+}
+
 
 def scenario(outcomes):
     """Make calls of every kind in a thread of their own, and note how each of them ended.
@@ -514,6 +529,7 @@ def test_injected_failures(sim, function, nth):
     thread.join()
     errors = [outcome for outcome in outcomes if outcome != "right"]
     sim.fault(function, 0)
+    assert len(errors) == ((function, nth) not in NOT_RAISED)
     assert len(outcomes) == 8
     assert sim.report()["violations"] == []
     assert all(error.status in (code, 561000) for error in errors)
@@ -521,3 +537,248 @@ def test_injected_failures(sim, function, nth):
     gc.collect()
     inputs = make_inputs(3, 4)
     assert_right(lstm_cell_backward(*inputs, device="npu"), inputs)
+
+
+def test_every_allocation_failing(sim):
+    """Out of memory at any allocation of a call: nothing is left, not even the executor that found no workspace."""
+    inputs = make_inputs(4100, 2, missing=(0,))
+    failed = 0
+
+    def work():
+        nonlocal failed
+        for nth in itertools.count(1):
+            sim.fault("aclrtMalloc", nth, 207001)
+            try:
+                results = lstm_cell_backward(*inputs, device="npu")
+            except lstmcell_bwd.NPURuntimeError as error:
+                assert error.status == 207001
+                assert error.name == "ACL_ERROR_RT_MEMORY_ALLOCATION, out of device memory"
+                assert "simulated failure of aclrtMalloc" in error.detail
+                failed += 1
+            else:
+                sim.fault("aclrtMalloc", 0)
+                assert_right(results, inputs)
+                return
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert failed == 4 + 1 + 3 + 1 + 1  # inputs, zeros, outputs, sums of the parts, workspace
+    assert sim.report()["calls"]["aclDestroyAclOpExecutor"] == 1
+
+
+def test_everything_failing(sim):
+    """A runtime that refuses to wait or to free for good: exceptions; what it kept back is freed once it relents."""
+    inputs = make_inputs(3, 4)
+    refusing = ("aclrtFree", "aclrtSynchronizeStream", "aclrtSynchronizeDevice")
+    for function in refusing:
+        sim.fault(function, -1, 507899)
+    with pytest.raises(lstmcell_bwd.NPURuntimeError, match="507899"):
+        lstm_cell_backward(*inputs, device="npu")
+    for function in refusing:
+        sim.fault(function, 0)
+    assert_right(lstm_cell_backward(*inputs, device="npu"), inputs)
+
+
+def test_failed_launch_of_another_thread(sim):
+    """The runtime tells whoever asks first of a failed kernel; the thread whose kernel it was raises all the same."""
+    inputs = make_inputs(3, 4)
+    tensors = [NPUArray.from_numpy(array) for array in inputs]
+    device = runtime.get_device(0)
+    waiting, told = threading.Event(), threading.Event()
+    synchronise, outcome = device.synchronise, []
+
+    def late(stream=None):
+        waiting.set()
+        told.wait()
+        synchronise(stream)
+
+    def victim():
+        try:
+            outcome.append(lstm_cell_backward(*tensors))
+        except lstmcell_bwd.NPURuntimeError as error:
+            outcome.append(error.status)
+
+    device.synchronise = late
+    thread = threading.Thread(target=victim)
+    sim.fault("kernel", 1, 507015)
+    thread.start()
+    waiting.wait()
+    del device.synchronise
+    with pytest.raises(lstmcell_bwd.NPURuntimeError, match="507015"):
+        NPUArray.empty(3, np.float32).to_numpy()
+    told.set()
+    thread.join()
+    assert outcome == [507015]
+
+
+# ---- NPUArray -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "uint8"])
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (2, 0), (2, 3, 4)])
+def test_array_round_trip(sim, shape, dtype):
+    """Values, shape and dtype survive both copies; strides are those of NumPy."""
+    values = np.arange(np.prod(shape, dtype=int)).astype(dtype).reshape(shape)
+    array = NPUArray.from_numpy(values, device=1)
+    assert (array.shape, array.dtype, array.device, array.ndim) == (shape, np.dtype(dtype), 1, len(shape))
+    assert (array.size, array.nbytes) == (values.size, values.nbytes)
+    assert values.size == 0 or array.strides == values.strides
+    np.testing.assert_array_equal(array.to_numpy(), values)
+
+
+def test_array_from_any_layout(sim):
+    """Byte order and strides of the host array do not matter."""
+    values = np.arange(12, dtype=">f4").reshape(3, 4)[::-1, ::2]
+    array = NPUArray.from_numpy(values)
+    assert array.dtype == np.dtype("=f4")
+    np.testing.assert_array_equal(array.to_numpy(), values)
+
+
+@pytest.mark.parametrize("key", [np.s_[1:4], np.s_[::2], np.s_[5:], np.s_[2:1], np.s_[1:, 2:7:3], np.s_[:, :0]])
+def test_array_views(sim, key):
+    """Slices are views of the same memory with NumPy's shape, strides and values."""
+    values = np.arange(48, dtype=np.float32).reshape(6, 8)
+    array = NPUArray.from_numpy(values)
+    view = array[key]
+    assert view.memory is array.memory
+    assert view.shape == values[key].shape
+    np.testing.assert_array_equal(view.to_numpy(), values[key])
+    assert len(view) == len(values[key])
+    assert view.nbytes == 0 or view.pointer - array.pointer == values[key].ctypes.data - values.ctypes.data
+
+
+@pytest.mark.parametrize("key", [3, np.s_[::-1], np.s_[:, :, :], "row", np.s_[..., 1:]])
+def test_array_bad_keys(sim, key):
+    """Only slices with positive steps make views."""
+    array = NPUArray.empty((6, 8), np.float32)
+    with pytest.raises((TypeError, ValueError), match="`key` must be"):
+        array[key]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((3, np.float64), TypeError, "`dtype` must have dtype float32, float16 or uint8, got float64"),
+        (((2, -1), np.float32), ValueError, "`shape` must be a tuple of non-negative integers"),
+        ((3, np.float32, True), TypeError, "`device` must be the index of an NPU, got bool"),
+        ((3, np.float32, -1), ValueError, "`device` must be the index of an NPU, got -1"),
+    ],
+)
+def test_array_bad_arguments(sim, arguments, error, message):
+    """Wrong arguments are named."""
+    with pytest.raises(error, match=message):
+        NPUArray.empty(*arguments)
+
+
+def test_array_lifetime(sim):
+    """Memory lives as long as the last view; `with` and `close` end it early; a closed array says so."""
+    array = NPUArray.from_numpy(np.arange(6, dtype=np.float32))
+    view = array[2:4]
+    del array
+    np.testing.assert_array_equal(view.to_numpy(), [2, 3])
+    frees = sim.report()["calls"].get("aclrtFree", 0)
+    del view
+    assert sim.report()["calls"]["aclrtFree"] == frees + 1
+    with NPUArray.empty((2, 3), np.float32) as array:
+        assert "closed" not in repr(array)
+    array.close()
+    assert repr(array) == "NPUArray(shape=(2, 3), dtype=float32, device=0, closed)"
+    with pytest.raises(ValueError, match="must be open"):
+        array.to_numpy()
+    with pytest.raises(ValueError, match="must be open"):
+        lstm_cell_backward(*[array] * 5)
+
+
+def test_array_freed_by_the_collector_anywhere(sim):
+    """An array in a reference cycle may be collected in the middle of a companion's work."""
+    for _ in range(300):
+        cycle = [NPUArray.empty(8, np.uint8)]
+        cycle.append(cycle)
+        del cycle
+        lstm_cell_backward(*make_inputs(1, 2), device="npu")
+
+
+def test_failing_release(sim, caplog):
+    """An explicit release raises; one that nobody asked for can only be logged. Both give the memory back."""
+    array = NPUArray.empty(3, np.float32)
+    sim.fault("aclrtFree", 1, 507899)
+    with pytest.raises(lstmcell_bwd.NPURuntimeError, match=r"acl\.rt\.free returned 507899"):
+        array.close()
+    array = NPUArray.empty(3, np.float32)
+    sim.fault("aclrtFree", 1, 507899)
+    del array
+    assert "releasing memory of npu:0" in caplog.text
+
+
+# ---- torch_npu ------------------------------------------------------------------------------------------------------
+
+
+def test_torch_stream_is_read_anew(sim, torch_npu):
+    """Work that torch still holds in its queue goes first: the stream's number is read once in every call."""
+    inputs = make_inputs(3, 4)
+    for call in range(3):
+        tensors = [torch_npu.tensor(array) for array in inputs]
+        results = lstm_cell_backward(*tensors)
+        assert torch_npu.stream_reads == call + 1
+        assert sim.report()["leaks"]["waiting_tasks"] == 0
+        assert_right(results, inputs, torch_npu=torch_npu)
+    assert sim.report()["leaks"]["streams"] - 1 <= 2
+
+
+@pytest.mark.parametrize("as_object", [True, False])
+def test_torch_tensors_on_a_given_stream(sim, torch_npu, as_object):
+    """Another stream than torch's current one waits for that first."""
+    inputs = make_inputs(3, 4)
+    rt = sys.modules["acl"].rt
+    stream, _ = rt.create_stream()
+    tensors = [torch_npu.tensor(array) for array in inputs]
+    given = type("Stream", (), {"npu_stream": stream})() if as_object else stream
+    assert_right(lstm_cell_backward(*tensors, stream=given), inputs, torch_npu=torch_npu)
+    assert rt.destroy_stream(stream) == 0
+
+
+def test_torch_out(sim, torch_npu):
+    """Given tensors are written and returned themselves, strided and in place."""
+    inputs = make_inputs(3, 4)
+    tensors = [torch_npu.tensor(array) for array in inputs]
+    state = torch_npu.tensor(np.full((3, 4), np.nan, np.float32), strides=(9, 2), offset=1, storage_elements=30)
+    results = lstm_cell_backward(*tensors, out=(tensors[4], state, None))
+    assert results[0] is tensors[4]
+    assert results[1] is state
+    assert_right(results, inputs, torch_npu=torch_npu)
+
+
+def test_torch_with_npu_arrays(sim, torch_npu):
+    """Kinds may be mixed on one device; results are of the kind of `cx`."""
+    inputs = make_inputs(3, 4)
+    tensors = [torch_npu.tensor(inputs[0]), None, NPUArray.from_numpy(inputs[2]), torch_npu.tensor(inputs[3])]
+    results = lstm_cell_backward(*tensors, NPUArray.from_numpy(inputs[4]))
+    assert isinstance(results.grad_cx, NPUArray)
+    inputs[1] = None
+    assert_right(results, inputs)
+
+
+def test_torch_private_layout(sim, torch_npu):
+    """A private layout is converted for an input and refused for an output."""
+    inputs = make_inputs(3, 4)
+    tensors = [torch_npu.tensor(array, npu_format=29) for array in inputs]
+    assert_right(lstm_cell_backward(*tensors), inputs, torch_npu=torch_npu)
+    with pytest.raises(ValueError, match="`out: grad_cx` must have the layout ND, got 29"):
+        lstm_cell_backward(*tensors, out=(None, tensors[2], None))
+
+
+def test_torch_dtype(sim, torch_npu):
+    """Dtypes that the operator lacks are refused before CANN is called."""
+    tensors = [torch_npu.tensor(array) for array in make_inputs(2, 3, "float64")]
+    with pytest.raises(TypeError, match=r"`cx` must have dtype float32 or float16 on an NPU, got torch\.float64"):
+        lstm_cell_backward(*tensors)
+    assert "kernel" not in sim.report()["calls"]
+
+
+def test_torch_failure(sim, torch_npu):
+    """A failed kernel raises, and torch's memory stays torch's."""
+    tensors = [torch_npu.tensor(array) for array in make_inputs(2, 3)]
+    sim.fault("kernel", 1, 507015)
+    with pytest.raises(lstmcell_bwd.NPURuntimeError, match="507015"):
+        lstm_cell_backward(*tensors)
