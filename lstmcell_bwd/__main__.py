@@ -8,7 +8,7 @@ EXTRA = ("click", "rich", "threadpoolctl")
 
 
 def main() -> None:
-    """Runs the command line, or says how to install what it needs."""
+    """Run the command line, or say how to install what it needs."""
     try:
         from lstmcell_bwd.cli import cli
     except ModuleNotFoundError as error:
@@ -19,7 +19,7 @@ def main() -> None:
 
 
 def usage_error(message: str) -> int:
-    """Says what is wrong on the standard error; returns the exit code for it."""
+    """Say what is wrong on the standard error; return the exit code for it."""
     print(f"Error: {message}", file=sys.stderr)
     return 2
 

@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
 
 def limit_module() -> tuple[Any, str]:
-    """The kernel that moves the same bytes, from the repository's `benches`, or None and why it is not there.
+    """Return the kernel that moves the same bytes, from the repository's `benches`, or None and why it is not there.
 
     Returns
     -------
@@ -87,8 +87,12 @@ def measure(sizes: Sequence[tuple[int, int]], rounds: int, limit: Any) -> Iterat
         For one size after the other, one row for each number of threads.
     """
     for batch, hidden in sizes:
-        arrays = make_inputs(Case("float32", (batch, hidden), "ordinary"))
-        out = tuple(np.ones(shape, np.float32) for shape in ((batch, 4 * hidden), (batch, hidden), (4 * hidden,)))
+        arrays: Any = make_inputs(Case("float32", (batch, hidden), "ordinary"))
+        out = (
+            np.ones((batch, 4 * hidden), np.float32),
+            np.ones((batch, hidden), np.float32),
+            np.ones(4 * hidden, np.float32),
+        )
         turns: Turns = {"numpy": turn(repeat(numpy_backward, *arrays, out))}
         variants: dict[int, list[str]] = {}
         for threads in THREADS:
@@ -98,14 +102,12 @@ def measure(sizes: Sequence[tuple[int, int]], rounds: int, limit: Any) -> Iterat
             variants[threads] = [f"{name} {threads}" for name in runs]
             turns.update((f"{name} {threads}", turn(run)) for name, run in runs.items())
         measured = take_turns(turns, rounds)
-        size = PLANES * arrays[2].nbytes
+        size = PLANES * arrays.cx.nbytes
         rows = []
         for threads in THREADS:
             seconds = measured.time(f"ours {threads}").median
             over_limit = measured.ratio(f"ours {threads}", *variants[threads]) if variants[threads] else None
             speedup = measured.ratio("numpy", f"ours {threads}")
             numpy_seconds = measured.time("numpy").median
-            rows.append(
-                Row(batch, hidden, threads, seconds, numpy_seconds, size / seconds / 1e9, over_limit, speedup)
-            )
+            rows.append(Row(batch, hidden, threads, seconds, numpy_seconds, size / seconds / 1e9, over_limit, speedup))
         yield rows

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 from contextlib import contextmanager
+from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -11,7 +13,6 @@ import numpy as np
 from lstmcell_bwd import get_isa, lstm_cell_backward, reference, use_isa
 from lstmcell_bwd._api import built_isas
 from lstmcell_bwd._features import runnable_isas
-from lstmcell_bwd._types import LSTMCellGradients
 from lstmcell_bwd.errors import LSTMCellError, Status
 
 if TYPE_CHECKING:
@@ -19,16 +20,19 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from lstmcell_bwd._types import LSTMCellGradients
+
     Array = NDArray[Any]
 
 __all__ = [
-    "OUTPUTS",
     "TOLERANCES",
     "Case",
+    "Inputs",
     "Outcome",
     "Probe",
     "Target",
     "Tolerance",
+    "Units",
     "data_types",
     "plan",
     "probe_bias",
@@ -36,8 +40,6 @@ __all__ = [
     "targets",
     "within_tolerance",
 ]
-
-OUTPUTS = LSTMCellGradients._fields
 
 SHAPES = ((1, 8), (2, 1), (5, 33), (64, 64), (33, 300), (700, 3), (4095, 8))
 VARIANT_SHAPES = ((5, 33), (64, 64), (33, 300))
@@ -100,6 +102,27 @@ class Target(NamedTuple):
         return self.device if self.isa is None else f"{self.device}, {self.isa}"
 
 
+class Inputs(NamedTuple):
+    """The arguments of one call, in their order; None for a missing gradient."""
+
+    grad_hy: Array | None
+    grad_cy: Array | None
+    cx: Array
+    cy: Array
+    gates: Array
+
+
+class Units(NamedTuple):
+    """Largest errors of the three results as `reference.error_in_units` measures them, or their bounds.
+
+    None where nothing was returned, or without bias.
+    """
+
+    grad_gates: float | None
+    grad_cx: float | None
+    grad_bias: float | None
+
+
 class Case(NamedTuple):
     """One call: its data, and one way of handing it over.
 
@@ -123,7 +146,7 @@ class Case(NamedTuple):
     variant: str = "plain"
 
     def __str__(self) -> str:
-        """The case in words."""
+        """Return the case in words."""
         missing = "".join(f", no {name}" for name in self.missing)
         return f"{self.dtype} {self.shape[0]}x{self.shape[1]}, {self.data} data{missing}, {self.variant}"
 
@@ -135,8 +158,7 @@ class Outcome(NamedTuple):
     ----------
     target : Target
     case : Case
-    units : LSTMCellGradients
-        Largest errors as `reference.error_in_units` measures them; None where nothing was returned.
+    units : Units
     within_bounds, within_tolerance, same_bits : bool or None
         None where the question does not arise.
     error : str
@@ -145,7 +167,7 @@ class Outcome(NamedTuple):
 
     target: Target
     case: Case
-    units: LSTMCellGradients
+    units: Units
     within_bounds: bool | None
     within_tolerance: bool | None
     same_bits: bool | None
@@ -190,7 +212,7 @@ def reversed_axes(shape: tuple[int, ...], dtype: Any) -> Array:
 
 
 def unaligned(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Data that begins at an odd address."""
+    """Return data that begins at an odd address."""
     dtype = np.dtype(dtype)
     return np.ndarray(shape, dtype, np.empty(int(np.prod(shape)) * dtype.itemsize + 1, np.uint8).data, 1)
 
@@ -207,7 +229,7 @@ NPU_VARIANTS = (*LAYOUTS, "without bias", "arrays on the device", "rows of array
 
 
 def data_types(device: str) -> list[str]:
-    """The dtypes that a device has, bfloat16 only where ml_dtypes is installed."""
+    """Return the dtypes that a device has, bfloat16 only where ml_dtypes is installed."""
     if device != "cpu":
         return ["float32", "float16"]
     try:
@@ -218,12 +240,12 @@ def data_types(device: str) -> list[str]:
 
 
 def named_dtype(name: str) -> np.dtype[Any]:
-    """The dtype of a name, bfloat16 included."""
+    """Return the dtype of a name, bfloat16 included."""
     return np.dtype(importlib.import_module("ml_dtypes").bfloat16 if name == "bfloat16" else name)
 
 
 def targets(device: str) -> list[Target]:
-    """The targets behind a device: on the CPU every instruction set that was built and can run."""
+    """Return the targets behind a device: on the CPU every instruction set that was built and can run."""
     if device != "cpu":
         return [Target(device, None)]
     return [Target(device, isa) for isa in built_isas() if isa in runnable_isas()]
@@ -251,8 +273,8 @@ def plan(device: str) -> list[tuple[Target, Case]]:
     return cases
 
 
-def make_inputs(case: Case) -> list[Array]:
-    """The five inputs of a case, C-contiguous, with none of them missing."""
+def make_inputs(case: Case) -> Inputs:
+    """Return the five inputs of a case, C-contiguous, with none of them missing."""
     rng = np.random.default_rng([*case.shape, DATA.index(case.data)])
     batch, hidden = case.shape
     dtype = named_dtype(case.dtype)
@@ -267,34 +289,39 @@ def make_inputs(case: Case) -> list[Array]:
         decades = {"float16": 1.5, "float64": 60}.get(case.dtype, 8)
         grad_hy *= 10 ** rng.uniform(-decades, decades, grad_hy.shape)
         grad_cy *= 10 ** rng.uniform(-decades, decades, grad_cy.shape)
-    return [array.astype(dtype) for array in (grad_hy, grad_cy, cx, cy, gates)]
+    return Inputs(*(array.astype(dtype) for array in (grad_hy, grad_cy, cx, cy, gates)))
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
 
 
 def relaid(array: Array, layout: Callable[[tuple[int, ...], Any], Array]) -> Array:
-    """The same values in another layout."""
+    """Return the same values in another layout."""
     other = layout(array.shape, array.dtype)
     other[...] = array
     return other
 
 
-def call(target: Target, case: Case, arrays: Sequence[Array | None]) -> LSTMCellGradients:
-    """Runs a case as its variant says; returns results on the host."""
+def converted(inputs: Inputs, function: Callable[[Array], Any]) -> Inputs:
+    """Return the same call with a function applied to all arrays that are not missing."""
+    return Inputs(*(None if array is None else function(array) for array in inputs))  # type: ignore[arg-type]
+
+
+def call(target: Target, case: Case, inputs: Inputs) -> LSTMCellGradients:
+    """Run a case as its variant says; the results are on the host."""
     options: dict[str, Any] = {"device": target.device}
     if target.device == "cpu":
         options["num_threads"] = int(case.variant[0]) if case.variant.endswith("threads") else 1
-    given = [None if array is None else array.copy() for array in arrays]
+    given = converted(inputs, np.ndarray.copy)
     layout = LAYOUTS.get(case.variant)
     if layout is not None:
-        given = [None if array is None else relaid(array, layout) for array in given]
+        given = converted(inputs, partial(relaid, layout=layout))
         shapes = (case.shape[0], 4 * case.shape[1]), case.shape, (4 * case.shape[1],)
         options["out"] = tuple(layout(shape, named_dtype(case.dtype)) for shape in shapes)
     elif case.variant == "other byte order":
-        given = [None if array is None else array.astype(array.dtype.newbyteorder()) for array in given]
+        given = converted(inputs, lambda array: array.astype(array.dtype.newbyteorder()))
     elif case.variant == "in place":
-        options["out"] = (given[4], given[2], None)
+        options["out"] = (given.gates, given.cx, None)
     elif case.variant == "without bias":
         options["has_bias"] = False
     elif case.variant.endswith("on the device"):
@@ -302,11 +329,11 @@ def call(target: Target, case: Case, arrays: Sequence[Array | None]) -> LSTMCell
 
         index = int(target.device.partition(":")[2] or 0)
         if case.variant.startswith("rows"):
-            on_device = [None if a is None else NPUArray.from_numpy(np.pad(a, ((2, 1), (0, 0))), index) for a in given]
-            inputs = [None if array is None else array[2:-1] for array in on_device]
+            given = converted(inputs, lambda array: NPUArray.from_numpy(np.pad(array, ((2, 1), (0, 0))), index)[2:-1])
         else:
-            inputs = [None if array is None else NPUArray.from_numpy(array, index) for array in given]
-        return LSTMCellGradients(*(array.to_numpy() for array in lstm_cell_backward(*inputs, **options)))
+            given = converted(inputs, partial(NPUArray.from_numpy, device=index))
+        on_device: Any = lstm_cell_backward(*given, **options)
+        return on_device._make(array.to_numpy() for array in on_device)  # type: ignore[no-any-return]
     return lstm_cell_backward(*given, **options)
 
 
@@ -321,7 +348,7 @@ def same_bits(a: Array | None, b: Array | None) -> bool:
 
 @contextmanager
 def instruction_set(name: str | None) -> Iterator[None]:
-    """Uses an instruction set for a while."""
+    """Use an instruction set for a while."""
     before = get_isa()
     if name is not None:
         use_isa(name)
@@ -332,7 +359,7 @@ def instruction_set(name: str | None) -> Iterator[None]:
 
 
 def run_cases(cases: Sequence[tuple[Target, Case]]) -> Iterator[Outcome]:
-    """Runs cases in their order, and judges each.
+    """Run cases in their order, and judge each.
 
     Parameters
     ----------
@@ -343,48 +370,47 @@ def run_cases(cases: Sequence[tuple[Target, Case]]) -> Iterator[Outcome]:
     ------
     Outcome
     """
-    arrays: list[Array | None] = []
-    exact = first = None
-    known: Case | None = None
-    for target, case in cases:
-        if known is None or case._replace(variant="plain") != known:
-            known = case._replace(variant="plain")
-            inputs = zip(("grad_hy", "grad_cy", "cx", "cy", "gates"), make_inputs(case), strict=True)
-            arrays = [None if name in case.missing else array for name, array in inputs]
-            exact = reference.lstm_cell_backward(*arrays, dtype=reference.wide_dtype(named_dtype(case.dtype)))
-            first = None
-        try:
-            with instruction_set(target.isa):
-                result = call(target, case, arrays)
-        except LSTMCellError as error:
-            nothing = LSTMCellGradients(None, None, None)
-            yield Outcome(target, case, nothing, None, None, None, f"{type(error).__name__}: {error}")
-            continue
-        if first is None:
-            first = result
-        yield judge(target, case, arrays, result, exact, first)
+    for data, group in groupby(cases, lambda pair: pair[1]._replace(variant="plain")):
+        missing: dict[str, Any] = dict.fromkeys(data.missing)
+        inputs = make_inputs(data)._replace(**missing)
+        exact = reference.lstm_cell_backward(*inputs, dtype=reference.wide_dtype(named_dtype(data.dtype)))
+        first = None
+        for target, case in group:
+            try:
+                with instruction_set(target.isa):
+                    result = call(target, case, inputs)
+            except LSTMCellError as error:
+                nothing = Units(None, None, None)
+                yield Outcome(target, case, nothing, None, None, None, f"{type(error).__name__}: {error}")
+                continue
+            first = first or result
+            yield judge(target, case, inputs, result, exact, first)
 
 
 def judge(
     target: Target,
     case: Case,
-    arrays: Sequence[Array | None],
+    inputs: Inputs,
     result: LSTMCellGradients,
     exact: LSTMCellGradients,
     first: LSTMCellGradients,
 ) -> Outcome:
-    """Compares a result with the exact one, and on the CPU with the first result for the same data.
+    """Compare a result with the exact one, and on the CPU with the first result for the same data.
 
     The bounds and the bits are promises of the CPU's kernel; an NPU is held to CANN's tolerance.
     """
     if result.grad_bias is None:
         exact = exact._replace(grad_bias=None)
-    units = reference.error_in_units(result, *arrays, exact=exact)
+    units = Units(*reference.error_in_units(result, *inputs, exact))
     tolerance = TOLERANCES.get(case.dtype)
     near = None
     if tolerance is not None:
         pairs = zip(result, exact, strict=True)
-        near = all(within_tolerance(value, truth, tolerance) for value, truth in pairs if value is not None)
+        near = all(
+            within_tolerance(value, truth, tolerance)
+            for value, truth in pairs
+            if value is not None and truth is not None
+        )
     bounded = bits = None
     if target.device == "cpu":
         bounds = reference.bounds(named_dtype(case.dtype))
@@ -422,7 +448,7 @@ class Probe(NamedTuple):
 
 
 def probe_bias(device: str) -> Iterator[Probe]:
-    """Looks for the operator's known defect: a wrong bias from 4095 rows on, at small hidden sizes.
+    """Look for the operator's known defect: a wrong bias from 4095 rows on, at small hidden sizes.
 
     Parameters
     ----------
@@ -437,10 +463,10 @@ def probe_bias(device: str) -> Iterator[Probe]:
     index = int(device.partition(":")[2] or 0)
     for rows in PROBED_ROWS:
         case = Case("float32", (rows, PROBED_HIDDEN), "ordinary")
-        arrays = make_inputs(case)
-        exact = reference.lstm_cell_backward(*arrays).grad_bias
-        split = lstm_cell_backward(*arrays, device=device).grad_bias
-        raw, message = raw_bias(arrays, index)
+        inputs = make_inputs(case)
+        exact: Any = reference.lstm_cell_backward(*inputs).grad_bias
+        split: Any = lstm_cell_backward(*inputs, device=device).grad_bias
+        raw, message = raw_bias(inputs, index)
         yield Probe(
             rows,
             None if raw is None else float(np.abs(raw - exact).max()),
@@ -451,16 +477,18 @@ def probe_bias(device: str) -> Iterator[Probe]:
         )
 
 
-def raw_bias(arrays: Sequence[Array], index: int) -> tuple[Array | None, str]:
-    """The bias gradient from the operator's two phases on a device, or None and the reason."""
+def raw_bias(inputs: Inputs, index: int) -> tuple[Array | None, str]:
+    """Return the bias gradient from the operator's two phases on a device, or None and the reason."""
     from lstmcell_bwd import aclnn
     from lstmcell_bwd.npu import NPUArray
 
-    inputs = [NPUArray.from_numpy(array, index) for array in arrays]
-    rows, hidden = arrays[2].shape
+    on_device = converted(inputs, partial(NPUArray.from_numpy, device=index))
+    rows, hidden = inputs.cx.shape
     shapes: list[tuple[int, ...]] = [(rows, 4 * hidden), (rows, hidden), (4 * hidden,)]
     outputs = [NPUArray.empty(shape, np.float32, index) for shape in shapes]
-    status, size, executor = aclnn.aclnnThnnFusedLstmCellBackwardGetWorkspaceSize(*inputs, True, *outputs)
+    status, size, executor = aclnn.aclnnThnnFusedLstmCellBackwardGetWorkspaceSize(
+        *on_device, True, outputs[0], outputs[1], outputs[2]
+    )
     if status == Status.ACLNN_SUCCESS:
         workspace = NPUArray.empty((size,), np.uint8, index)
         status = aclnn.aclnnThnnFusedLstmCellBackward(workspace, size, executor, None)

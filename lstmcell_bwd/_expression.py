@@ -19,7 +19,7 @@ __all__ = ["numpy_backward"]
 def numpy_backward(
     grad_hy: Array, grad_cy: Array, cx: Array, cy: Array, gates: Array, out: tuple[Array, Array, Array]
 ) -> None:
-    """Computes the operator with NumPy's functions, in the dtype of the arrays.
+    """Compute the operator with NumPy's functions, in the dtype of the arrays.
 
     Parameters
     ----------
