@@ -1,0 +1,1 @@
+kernel_table: object  # a capsule; only _api looks into it
