@@ -53,6 +53,10 @@ cdef extern from "simd.h" nogil:
     void bf16_row_to_f32(const char* source, float* target, Py_ssize_t count)
     void f32_row_to_bf16(const float* source, char* target, Py_ssize_t count)
     float f64_to_f32_odd(double x)
+    void transpose_f32(const char* source, Py_ssize_t stride, Py_ssize_t rows, Py_ssize_t columns, float* target,
+                       Py_ssize_t pitch)
+    void transpose_f64(const char* source, Py_ssize_t stride, Py_ssize_t rows, Py_ssize_t columns, double* target,
+                       Py_ssize_t pitch)
     ctypedef struct lstmcell_carry:
         pass
     void stream_bytes(char* target, char* source, Py_ssize_t count, bint last, lstmcell_carry* carry)
@@ -98,6 +102,16 @@ ctypedef fused real_t:
 ctypedef fused row_t:
     f32_row
     f64_row
+
+
+# The largest |cy| of the fast rows, 43.5 and 354, as bits shifted left by one (so that the sign is gone).
+cdef extern from *:
+    """
+    #define FAST_LIMIT_F32 (0x422e0000u << 1)
+    #define FAST_LIMIT_F64 (0x4076200000000000u << 1)
+    """
+    const uint32_t FAST_LIMIT_F32
+    const uint64_t FAST_LIMIT_F64
 
 
 # ---- scalar formulas ------------------------------------------------------------------------------------------
@@ -190,9 +204,9 @@ cdef inline void tanh_pair(real_t cy, real_t p, real_t scale, real_t one, bint c
     cdef real_t q
     if not careful:
         if real_t is float:
-            d = d if with_sign(cy, one) <= <real_t>43.5 else f32_bits(0x7fc00000u)
+            d = d if with_sign(cy, one) <= f32_bits(FAST_LIMIT_F32 >> 1) else f32_bits(0x7fc00000u)
         else:
-            d = d if with_sign(cy, one) <= <real_t>354 else f64_bits(0x7ff8000000000000u)
+            d = d if with_sign(cy, one) <= f64_bits(FAST_LIMIT_F64 >> 1) else f64_bits(0x7ff8000000000000u)
     q = one / d
     t[0] = with_sign((rest + (scale - one)) * q, cy)
     s[0] = ((<real_t>4 * e) * q) * q
@@ -303,12 +317,12 @@ cdef inline bint forget_row(real_t one, Py_ssize_t count,
     return (narrow == 0) if real_t is float else (wide == 0)
 
 
-cdef void careful_row(real_t one, Py_ssize_t count, bint nonfinite_nan,
+cdef void careful_row(real_t one, Py_ssize_t count,
                       row_t grad_hy, row_t grad_cy, row_t cx, row_t cy, row_t i, row_t f, row_t g, row_t o,  # IN
                       row_t d_i, row_t d_f, row_t d_g, row_t d_o, row_t grad_cx) noexcept nogil:             # OUT
-    """As the rows above, for all inputs there are; with `nonfinite_nan` an Inf that a formula reads gives NaN."""
+    """As the rows above, for all inputs there are, in plain IEEE arithmetic."""
     cdef Py_ssize_t j
-    cdef real_t r, scale, s_last, t, s, total, in_total, in_d_o
+    cdef real_t r, scale, s_last, t, s, total
     for j in range(count):
         split_exponential(<real_t>cy[j], one, True, &r, &scale, &s_last)
         tanh_pair(<real_t>cy[j], exponential_minus_one(r), scale, one, True, &t, &s)
@@ -318,15 +332,37 @@ cdef void careful_row(real_t one, Py_ssize_t count, bint nonfinite_nan,
         d_g[j] = d_g_of(total, <real_t>i[j], <real_t>g[j], one)
         d_o[j] = d_o_of(<real_t>grad_hy[j], t, <real_t>o[j], one)
         grad_cx[j] = total * <real_t>f[j]
-    if nonfinite_nan:
-        for j in range(count):
-            in_d_o = poison(<real_t>grad_hy[j]) + poison(<real_t>cy[j]) + poison(<real_t>o[j])
-            in_total = in_d_o + poison(<real_t>grad_cy[j])
-            d_i[j] = d_i[j] + (in_total + poison(<real_t>g[j]) + poison(<real_t>i[j]))
-            d_f[j] = d_f[j] + (in_total + poison(<real_t>cx[j]) + poison(<real_t>f[j]))
-            d_g[j] = d_g[j] + (in_total + poison(<real_t>i[j]) + poison(<real_t>g[j]))
-            d_o[j] = d_o[j] + in_d_o
-            grad_cx[j] = grad_cx[j] + (in_total + poison(<real_t>f[j]))
+
+
+cdef bint has_large_cell(real_t one, Py_ssize_t count, row_t cy) noexcept nogil:
+    """Whether a finite |cy| is past the range of the fast rows."""
+    cdef Py_ssize_t j
+    cdef uint32_t narrow = 0
+    cdef uint64_t wide = 0
+    for j in range(count):
+        if real_t is float:
+            narrow |= <uint32_t>(bits_f32(<real_t>cy[j]) << 1 > FAST_LIMIT_F32) & <uint32_t>(
+                bits_f32(<real_t>cy[j]) << 1 < 0xff000000u)
+        else:
+            wide |= <uint64_t>(bits_f64(<real_t>cy[j]) << 1 > FAST_LIMIT_F64) & <uint64_t>(
+                bits_f64(<real_t>cy[j]) << 1 < 0xffe0000000000000u)
+    return (narrow != 0) if real_t is float else (wide != 0)
+
+
+cdef void poison_row(real_t one, Py_ssize_t count,
+                     row_t grad_hy, row_t grad_cy, row_t cx, row_t cy, row_t i, row_t f, row_t g, row_t o,   # IN
+                     row_t d_i, row_t d_f, row_t d_g, row_t d_o, row_t grad_cx) noexcept nogil:              # INOUT
+    """The operator's rule: NaN for every result whose formula reads Inf or NaN."""
+    cdef Py_ssize_t j
+    cdef real_t in_total, in_d_o
+    for j in range(count):
+        in_d_o = poison(<real_t>grad_hy[j]) + poison(<real_t>cy[j]) + poison(<real_t>o[j])
+        in_total = in_d_o + poison(<real_t>grad_cy[j])
+        d_i[j] = d_i[j] + (in_total + poison(<real_t>g[j]) + poison(<real_t>i[j]))
+        d_f[j] = d_f[j] + (in_total + poison(<real_t>cx[j]) + poison(<real_t>f[j]))
+        d_g[j] = d_g[j] + (in_total + poison(<real_t>i[j]) + poison(<real_t>g[j]))
+        d_o[j] = d_o[j] + in_d_o
+        grad_cx[j] = grad_cx[j] + (in_total + poison(<real_t>f[j]))
 
 
 # ---- wide sums --------------------------------------------------------------------------------------------------
@@ -402,6 +438,33 @@ cdef void pack_row(real_t one, const Plane* plane, Storage storage, Py_ssize_t r
             target[j] = f64_bits(load64(p + j * step, swapped))
 
 
+cdef void pack_block(real_t one, const Plane* plane, Storage storage, Py_ssize_t first_row, Py_ssize_t rows,
+                     Py_ssize_t column, Py_ssize_t count, Py_ssize_t pitch,                                  # IN
+                     real_t* target) noexcept nogil:                                                         # OUT
+    """Reads a block [rows, count] whose columns lie closer than its rows, a column at a time."""
+    cdef Plane turned = plane[0]
+    cdef real_t line[LEAF_ROWS]
+    cdef Py_ssize_t r, j, k
+    turned.data = plane.data + first_row * plane.row_stride + column * plane.column_stride
+    turned.row_stride = plane.column_stride
+    turned.column_stride = plane.row_stride
+    for j from 0 <= j < count by BLOCK_COLUMNS:
+        for k in range(j + AHEAD_COLUMNS, min(j + AHEAD_COLUMNS + BLOCK_COLUMNS, count)):
+            prefetch_bytes(turned.data + k * turned.row_stride, rows * sizeof(real_t))
+        if not turned.swapped and turned.column_stride == sizeof(real_t) and storage <= STORAGE_FLOAT64:
+            if real_t is float:
+                transpose_f32(turned.data + j * turned.row_stride, turned.row_stride, rows,
+                              min(count - j, <Py_ssize_t>BLOCK_COLUMNS), target + j, pitch)
+            else:
+                transpose_f64(turned.data + j * turned.row_stride, turned.row_stride, rows,
+                              min(count - j, <Py_ssize_t>BLOCK_COLUMNS), target + j, pitch)
+            continue
+        for k in range(j, min(j + BLOCK_COLUMNS, count)):
+            pack_row(one, &turned, storage, k, 0, rows, line)
+            for r in range(rows):
+                target[r * pitch + k] = line[r]
+
+
 cdef void unpack_row(real_t one, const Plane* plane, Storage storage, Py_ssize_t row, Py_ssize_t column,
                      Py_ssize_t count, bint streaming, bint last, real_t* source,                            # IN
                      char* halves, lstmcell_carry* carry) noexcept nogil:                                    # SCRATCH
@@ -433,6 +496,7 @@ ctypedef struct Buffers:        # of one thread; rows are `pitch` elements apart
     char* zeros                 # [1]                          stands for a missing gradient, and for rows a run lacks
     char* exponential           # [2]                          p and scale of the row at hand
     char* packed                # [SOURCES]                    inputs that cannot be read where they lie
+    char* blocks                # [SOURCES, LEAF_ROWS]         inputs that are read a column at a time
     char* stage                 # [RUN_ROWS, TARGETS]          outputs that cannot be written where they go
     char* halves                # [1]                          a row of float16 or bfloat16 on its way past the cache
     lstmcell_carry* carry       # [RUN_ROWS, TARGETS]          what waits for the rest of its 64-byte line
@@ -504,6 +568,8 @@ cdef void compute_row(real_t one, row_t kind, const Call* call, const Buffers* b
             source[k] = <real_t*>buffers.zeros
         elif plane.direct:
             source[k] = <real_t*>(plane.data + row * plane.row_stride + column * plane.column_stride)
+        elif plane.blocked:
+            source[k] = <real_t*>buffers.blocks + (k * LEAF_ROWS + row % LEAF_ROWS) * buffers.pitch
         else:
             source[k] = <real_t*>buffers.packed + k * buffers.pitch
             pack_row(one, plane, call.storage, row, column, count, source[k])
@@ -512,10 +578,17 @@ cdef void compute_row(real_t one, row_t kind, const Call* call, const Buffers* b
         valid = fast_row(one, kind, call, buffers, ahead, <Py_ssize_t>STREAM_TILE, source, target)
     else:
         valid = fast_row(one, kind, call, buffers, ahead, count, source, target)
-    if not valid:
-        careful_row(one, count, call.nonfinite_nan, <row_t>source[0], <row_t>source[1], <row_t>source[2],
+    if valid:
+        return
+    # Under the operator's rule only a large |cy| needs other arithmetic; what Inf and NaN give is NaN in any case.
+    if not call.nonfinite_nan or has_large_cell(one, count, <row_t>source[3]):
+        careful_row(one, count, <row_t>source[0], <row_t>source[1], <row_t>source[2],
                     <row_t>source[3], <row_t>source[4], <row_t>source[5], <row_t>source[6], <row_t>source[7],
                     <row_t>target[0], <row_t>target[1], <row_t>target[2], <row_t>target[3], <row_t>target[4])
+    if call.nonfinite_nan:
+        poison_row(one, count, <row_t>source[0], <row_t>source[1], <row_t>source[2],
+                   <row_t>source[3], <row_t>source[4], <row_t>source[5], <row_t>source[6], <row_t>source[7],
+                   <row_t>target[0], <row_t>target[1], <row_t>target[2], <row_t>target[3], <row_t>target[4])
 
 
 cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* buffers, Ahead ahead,
@@ -595,42 +668,68 @@ cdef inline Py_ssize_t lead_of(const Call* call, Py_ssize_t first_column, Py_ssi
     return lead // size
 
 
+cdef inline Ahead ahead_of(const Call* call, Py_ssize_t row, Py_ssize_t column, Py_ssize_t first_column,
+                           Py_ssize_t columns) noexcept nogil:
+    """The tile whose inputs are asked for while the one before `column` (counted from `first_column`) is computed."""
+    cdef Ahead ahead
+    ahead.row = call.batch
+    if call.prefetch:
+        ahead.row = row
+        ahead.column = column + (AHEAD_TILES - 1) * call.tile
+        while ahead.column >= columns:
+            ahead.row += RUN_ROWS
+            ahead.column = max(<Py_ssize_t>0, ahead.column - (columns + call.tile - 1) // call.tile * call.tile)
+        ahead.bytes = min(columns - ahead.column, call.tile) * call.item_bytes
+        ahead.column += first_column
+    return ahead
+
+
+cdef void compute_leaf(real_t one, row_t kind, const Call* call, const Buffers* buffers, Py_ssize_t first_row,
+                       Py_ssize_t end_row, Py_ssize_t first_column, Py_ssize_t columns, Py_ssize_t lead,     # IN
+                       double* sums) noexcept nogil:                                                         # INOUT
+    """One strip of one leaf: run by run, or where inputs are read in blocks, tile by tile."""
+    cdef Py_ssize_t block_columns = call.tile if call.blocked else columns
+    cdef Py_ssize_t block = 0
+    cdef Py_ssize_t row, column, count, k
+    while block < columns:
+        block_columns = min(block_columns, columns - block)
+        if call.blocked:
+            for k in range(SOURCES):
+                if call.source[k].blocked:
+                    pack_block(one, &call.source[k], call.storage, first_row, end_row - first_row,
+                               first_column + block, block_columns, buffers.pitch,
+                               <real_t*>buffers.blocks + k * LEAF_ROWS * buffers.pitch)
+        row = first_row
+        while row < end_row:
+            if call.streaming:
+                prefetch_edges(call, row, first_column + block, first_column + block + block_columns - 1)
+            column = block
+            while column < block + block_columns:
+                count = min(block + block_columns - column, lead if lead > 0 and column == 0 else call.tile)
+                compute_tile(one, kind, call, buffers, ahead_of(call, row, column + count, first_column, columns), row,
+                             min(<Py_ssize_t>RUN_ROWS, end_row - row), first_column + column, count,
+                             column + count == block + block_columns, sums + column)
+                column += count
+            row += RUN_ROWS
+        block += block_columns
+
+
 cdef void compute_piece(real_t one, row_t kind, const Call* call, const Buffers* buffers, Node piece,
-                        Py_ssize_t first_column, Py_ssize_t columns,
+                        Py_ssize_t first_column, Py_ssize_t columns,                                         # IN
                         double* node) noexcept nogil:                                                        # OUT
     """One strip of one piece, a complete node of the tree; its wide sums go to `node` [1 + pairs][GATES, hidden]."""
     cdef Py_ssize_t size = sums_doubles(call)
     cdef bint pairs = call.storage == STORAGE_FLOAT64
-    cdef Py_ssize_t depth = 0
-    cdef Py_ssize_t leaf, row, end_row, column, count, k, merged
-    cdef Ahead ahead
-    cdef double* sums
     cdef Py_ssize_t lead = lead_of(call, first_column, columns)
+    cdef Py_ssize_t depth = 0
+    cdef Py_ssize_t leaf, row, k, merged
+    cdef double* sums
     for leaf in range(piece.first_leaf, piece.first_leaf + (<Py_ssize_t>1 << piece.level)):
         sums = <double*>buffers.sums + depth * size
         if call.has_bias:
             memset(sums, 0, size * sizeof(double))
         row = (leaf - call.first_leaf) * LEAF_ROWS
-        end_row = min(row + LEAF_ROWS, call.batch)
-        while row < end_row:
-            column = 0
-            if call.streaming:
-                prefetch_edges(call, row, first_column, first_column + columns - 1)
-            while column < columns:
-                count = min(columns - column, call.tile if column > 0 or lead == 0 else lead)
-                ahead.row = call.batch
-                if call.prefetch:
-                    ahead.row = row
-                    ahead.column = column + count + (AHEAD_TILES - 1) * call.tile
-                    while ahead.column >= columns:
-                        ahead.row += RUN_ROWS
-                        ahead.column = max(<Py_ssize_t>0, ahead.column - (columns + call.tile - 1) // call.tile * call.tile)
-                    ahead.bytes = min(columns - ahead.column, call.tile) * call.item_bytes
-                    ahead.column += first_column
-                compute_tile(one, kind, call, buffers, ahead, row, min(<Py_ssize_t>RUN_ROWS, end_row - row),
-                             first_column + column, count, column + count == columns, sums + column)
-                column += count
-            row += RUN_ROWS
+        compute_leaf(one, kind, call, buffers, row, min(row + LEAF_ROWS, call.batch), first_column, columns, lead, sums)
         if not call.has_bias:
             continue
         depth += 1
@@ -660,7 +759,8 @@ cdef void compute_item(const Call* call, const Node* pieces, double* nodes, Py_s
     buffers.zeros = block + 64
     buffers.exponential = buffers.zeros + buffers.pitch * width
     buffers.packed = buffers.exponential + 2 * buffers.pitch * width
-    buffers.stage = buffers.packed + SOURCES * buffers.pitch * width
+    buffers.blocks = buffers.packed + SOURCES * buffers.pitch * width
+    buffers.stage = buffers.blocks + (SOURCES * LEAF_ROWS * buffers.pitch * width if call.blocked else 0)
     buffers.halves = buffers.stage + RUN_ROWS * TARGETS * buffers.pitch * width
     buffers.carry = <lstmcell_carry*>(buffers.halves + buffers.pitch * width)
     buffers.sums = <char*>(buffers.carry + RUN_ROWS * TARGETS)
@@ -702,9 +802,12 @@ cdef void plan(Call* call) noexcept nogil:
     call.nodes_bytes = padded(call.pieces * sizeof(Node))
     if call.has_bias:
         call.nodes_bytes += padded(call.pieces * (width // 4) * GATES * call.hidden * sizeof(double))
-    call.tile = min((call.hidden + 15) & ~<Py_ssize_t>15, <Py_ssize_t>(STREAM_TILE if call.streaming else MOST_TILE))
+    call.tile = min((call.hidden + 15) & ~<Py_ssize_t>15,
+                    <Py_ssize_t>(STREAM_TILE if call.streaming or call.blocked else MOST_TILE))
     call.thread_bytes = padded(64 + (4 + SOURCES + RUN_ROWS * TARGETS) * pitch_of(call, width) * width
                                + RUN_ROWS * TARGETS * sizeof(lstmcell_carry))
+    if call.blocked:
+        call.thread_bytes += padded(SOURCES * LEAF_ROWS * pitch_of(call, width) * width)
     if call.has_bias:
         call.thread_bytes += padded((call.piece_level + 2) * sums_doubles(call) * sizeof(double))
     call.scratch_bytes = call.nodes_bytes + call.threads * call.thread_bytes

@@ -14,6 +14,8 @@ cdef enum:
     STREAM_TILE = 128  # of one that bypasses the cache: what waits to leave it stays in the first cache
     LEAD_PAYS = 1024   # columns from which on it pays to begin tiles on a 64-byte line
     AHEAD_TILES = 2    # how far ahead inputs are prefetched
+    BLOCK_COLUMNS = 4  # columns read at a time from inputs whose columns are contiguous
+    AHEAD_COLUMNS = 16 # how far ahead those are prefetched
     LEAST_STRIP = 64   # columns of one strip, the unit that threads share when rows are few
     MOST_STRIP = 4096
 
@@ -29,6 +31,7 @@ ctypedef struct Plane:
     Py_ssize_t row_stride
     Py_ssize_t column_stride
     bint swapped                  # the elements have the other byte order
+    bint blocked                  # rows lie closer than columns (a transposed array): read in blocks, column by column
     bint direct                   # rows can be read or written where they lie: arithmetic type, unit column stride
 
 # A run of complete nodes of the bias tree: level k holds the leaves [index << k, (index + 1) << k).
@@ -49,6 +52,7 @@ ctypedef struct Call:
     bint nonfinite_nan            # the operator's rule for Inf and NaN; otherwise plain IEEE arithmetic
     bint in_place                 # an output is also an input: a run leaves its tile only when all of it is done
     bint staged                   # outputs leave through the tile's stage (any output that is not direct, too)
+    bint blocked                  # any input is
     bint prefetch                 # inputs of later tiles are prefetched
     Py_ssize_t item_bytes
     bint streaming                # outputs bypass the cache

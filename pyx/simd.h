@@ -81,6 +81,10 @@ static inline uint16_t f32_to_bf16(float x) {
 /* Whole rows. F16C has instructions for float16; the rest is left to the vectoriser. */
 static inline void f16_row_to_f32(const char *source, float *restrict target, Py_ssize_t count) {
     Py_ssize_t j = 0;
+#ifdef __AVX512F__
+    for (; j + 16 <= count; j += 16)
+        _mm512_storeu_ps(target + j, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(source + 2 * j))));
+#endif
 #ifdef __F16C__
     for (; j + 8 <= count; j += 8)
         _mm256_storeu_ps(target + j, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(source + 2 * j))));
@@ -90,6 +94,10 @@ static inline void f16_row_to_f32(const char *source, float *restrict target, Py
 
 static inline void f32_row_to_f16(const float *restrict source, char *target, Py_ssize_t count) {
     Py_ssize_t j = 0;
+#ifdef __AVX512F__
+    for (; j + 16 <= count; j += 16)
+        _mm256_storeu_si256((__m256i *)(target + 2 * j), _mm512_cvtps_ph(_mm512_loadu_ps(source + j), 0));
+#endif
 #ifdef __F16C__
     for (; j + 8 <= count; j += 8)
         _mm_storeu_si128((__m128i *)(target + 2 * j), _mm256_cvtps_ph(_mm256_loadu_ps(source + j), 0));
@@ -119,6 +127,39 @@ static inline float f64_to_f32_odd(double x) {
         u = (y == 0.0f) ? (u | 1u) : too_large ? u - 1u : u + 1u;
     }
     return f32_bits(u);
+}
+
+/* ---- transposed blocks ------------------------------------------------------------------------------------------ */
+
+/* target[r][j] = element r of column j, for columns that are contiguous and `stride` bytes apart. */
+static inline void transpose_f32(const char *source, Py_ssize_t stride, Py_ssize_t rows, Py_ssize_t columns,
+                                 float *restrict target, Py_ssize_t pitch) {
+    Py_ssize_t whole_rows = 0, whole_columns = 0;
+#ifdef LSTMCELL_X86
+    whole_rows = rows & ~(Py_ssize_t)3;
+    whole_columns = columns & ~(Py_ssize_t)3;
+    for (Py_ssize_t j = 0; j < whole_columns; j += 4)
+        for (Py_ssize_t r = 0; r < whole_rows; r += 4) {
+            const char *p = source + j * stride + 4 * r;
+            __m128 a = _mm_loadu_ps((const float *)p), b = _mm_loadu_ps((const float *)(p + stride));
+            __m128 c = _mm_loadu_ps((const float *)(p + 2 * stride)), d = _mm_loadu_ps((const float *)(p + 3 * stride));
+            _MM_TRANSPOSE4_PS(a, b, c, d);
+            float *q = target + r * pitch + j;
+            _mm_storeu_ps(q, a);
+            _mm_storeu_ps(q + pitch, b);
+            _mm_storeu_ps(q + 2 * pitch, c);
+            _mm_storeu_ps(q + 3 * pitch, d);
+        }
+#endif
+    for (Py_ssize_t j = 0; j < columns; j++)
+        for (Py_ssize_t r = j < whole_columns ? whole_rows : 0; r < rows; r++)
+            memcpy(target + r * pitch + j, source + j * stride + 4 * r, 4);
+}
+
+static inline void transpose_f64(const char *source, Py_ssize_t stride, Py_ssize_t rows, Py_ssize_t columns,
+                                 double *restrict target, Py_ssize_t pitch) {
+    for (Py_ssize_t j = 0; j < columns; j++)
+        for (Py_ssize_t r = 0; r < rows; r++) memcpy(target + r * pitch + j, source + j * stride + 8 * r, 8);
 }
 
 /* ---- stores that bypass the cache ------------------------------------------------------------------------- */
