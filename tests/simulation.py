@@ -74,11 +74,12 @@ def beyond_the_kept(report, threads=1, devices=1):
     return leaks
 
 
-def python(code, **environment):
-    """Run a program in a process of its own; return what it printed."""
+def python(code, path_first="", **environment):
+    """Run a program in a process of its own, with a folder first on its path; return what it printed."""
+    paths = os.pathsep.join(path for path in [path_first, *sys.path] if path)
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, **environment, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=60,

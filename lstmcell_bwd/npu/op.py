@@ -122,6 +122,7 @@ class NPUExecutor:
         self._device = device
         self._tensors = tensors
         self._handle: int | None = handle
+        device.executors.add(self)
 
     def run(self, workspace: int, stream: int) -> None:
         """Launch the call in device memory of `workspace_size` bytes at an address, and return at once."""

@@ -20,6 +20,7 @@ import os
 import re
 import sys
 import threading
+import weakref
 from collections import deque
 from functools import partial
 from queue import SimpleQueue
@@ -31,6 +32,7 @@ from lstmcell_bwd.errors import LSTMCellError, NPURuntimeError, NPUUnavailableEr
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from lstmcell_bwd.npu.op import NPUExecutor
     from lstmcell_bwd.npu.opapi import Operators
 
 __all__ = ["Acl", "Companion", "Device", "Memory", "describe", "get_device", "insist", "unavailable_reason"]
@@ -397,12 +399,15 @@ class Device:
     faults : int
         How many failures of the device itself have been reported so far. A kernel's failure is reported once, to
         whoever asks next, so every call compares this number from its launch with that after its wait.
+    executors : WeakSet of NPUExecutor
+        Those alive.
     """
 
     def __init__(self, acl: Acl, index: int) -> None:
         self.acl = acl
         self.index = index
         self.faults = 0
+        self.executors: weakref.WeakSet[NPUExecutor] = weakref.WeakSet()
         self._last_fault = "", 0, "", ""  # not the exception: its traceback would keep arrays alive
         self._context = 0
         self._allocated: set[int] = set()
@@ -576,6 +581,8 @@ class Device:
         if self._context:
             insist(self.bind)
             self._clean_up()
+            for executor in list(self.executors):
+                executor.discard()
             self.release(list(self._allocated))
             insist(self.acl.call, "reset_device", self.index)
 
