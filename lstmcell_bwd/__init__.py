@@ -56,7 +56,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a submodule when it is first asked for, so that importing the package stays cheap."""
+    """Import a submodule when it is first asked for, so that importing the package stays cheap."""
     if name in ("aclnn", "npu", "reference"):
         return importlib.import_module(f"{__name__}.{name}")
     message = f"module {__name__!r} has no attribute {name!r}"

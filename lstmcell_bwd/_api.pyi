@@ -16,6 +16,7 @@ _Out: TypeAlias = tuple[_Output, _Output, _Output] | list[_Output]
 _NonFinite: TypeAlias = Literal["nan", "ieee"]
 _ISA: TypeAlias = Literal["baseline", "avx2", "avx512"]
 
+__test__: dict[str, str]  # Cython's, for doctest
 BIAS_LEAF_ROWS: int
 
 @final

@@ -15,8 +15,6 @@ from lstmcell_bwd._measure import Quote, repeat, take_turns, turn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    Turns = dict[str, Callable[[], float]]
-
 __all__ = ["SIZES", "THREADS", "Row", "limit_module", "measure"]
 
 SIZES = ((32, 128), (64, 512), (256, 1024), (1024, 256), (4096, 1000), (4096, 1024), (16384, 256))
@@ -93,7 +91,7 @@ def measure(sizes: Sequence[tuple[int, int]], rounds: int, limit: Any) -> Iterat
             np.ones((batch, hidden), np.float32),
             np.ones(4 * hidden, np.float32),
         )
-        turns: Turns = {"numpy": turn(repeat(numpy_backward, *arrays, out))}
+        turns: dict[str, Callable[[], float]] = {"numpy": turn(repeat(numpy_backward, *arrays, out))}
         variants: dict[int, list[str]] = {}
         for threads in THREADS:
             ours = repeat(lstm_cell_backward, *arrays, out=out, device="cpu", num_threads=threads)

@@ -6,9 +6,10 @@ import importlib
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lstmcell_bwd import get_isa, lstm_cell_backward, reference, use_isa
 from lstmcell_bwd._api import built_isas
@@ -18,11 +19,9 @@ from lstmcell_bwd.errors import LSTMCellError, Status
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from numpy.typing import NDArray
-
     from lstmcell_bwd._types import LSTMCellGradients
 
-    Array = NDArray[Any]
+Array: TypeAlias = NDArray[Any]
 
 __all__ = [
     "TOLERANCES",

@@ -7,21 +7,21 @@ state, where the one before it ended.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from numpy.typing import NDArray
-
-    Array = NDArray[np.float32]
-    Indices = NDArray[np.intp]
-    Out = tuple[Array, Array, Array]
-    # grad_hy, grad_cy, cx, cy, gates, out
-    CellBackward = Callable[[Array, Array, Array, Array, Array, Out], object]
+Array: TypeAlias = NDArray[np.float32]
+Indices: TypeAlias = NDArray[np.intp]
+Out: TypeAlias = tuple[Array, Array, Array]
+# grad_hy, grad_cy, cx, cy, gates, out
+CellBackward: TypeAlias = Callable[[Array, Array, Array, Array, Array, Out], object]
 
 __all__ = ["Caches", "CharacterLSTM", "Corpus", "Progress", "Settings", "Timing", "read_corpus", "train"]
 

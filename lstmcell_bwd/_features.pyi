@@ -5,6 +5,7 @@ class _BuildInfo(TypedDict):
     cython: str
     openmp: int
 
+__test__: dict[str, str]  # Cython's, for doctest
 ISAS: tuple[str, ...]
 
 def runnable_isas() -> tuple[Literal["baseline", "avx2", "avx512"], ...]: ...
