@@ -20,7 +20,13 @@ from strategies import (
     plain_call,
 )
 
-from lstmcell_bwd import InvalidParameterError, LSTMCellGradients, lstm_cell_backward
+from lstmcell_bwd import (
+    InvalidParameterError,
+    LSTMCellGradients,
+    combine_bias,
+    lstm_cell_backward,
+    lstm_cell_backward_part,
+)
 
 OFFSETS = [0, 1, 4]
 
@@ -402,6 +408,36 @@ def test_new_outputs_begin_on_64_bytes():
         assert result.grad_gates.ctypes.data % 64 == 0
         assert result.grad_cx.ctypes.data % 64 == 0
         assert all(x.flags.c_contiguous and x.flags.writeable for x in result)
+
+
+def in_small_parts(inputs):
+    """The result in parts of 32 rows, each small enough to stay in the cache."""
+    parts = [
+        lstm_cell_backward_part(*(x[row : row + 32] for x in inputs), first_row=row, num_threads=1)
+        for row in range(0, len(inputs.cx), 32)
+    ]
+    bias = combine_bias([node for part in parts for node in part.parts], inputs.cx.dtype)
+    return LSTMCellGradients(*(np.concatenate([part[k] for part in parts]) for k in (0, 1)), bias)
+
+
+@pytest.mark.parametrize("name", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("width", [333, 512, 4100, 70_001])
+@pytest.mark.parametrize(
+    ("layout", "offset"), [("contiguous", 0), ("contiguous", 1), ("slice_of_wider", 4), ("fortran", 0)]
+)
+def test_large_outputs_that_bypass_the_cache(isa, name, width, layout, offset):
+    """Whole lines are written past the cache; their ragged ends must be right and nothing beside them written."""
+    inputs = make_inputs(3, width, np.dtype(name), seed=34)
+    rows = 36 * 1024 * 1024 // (13 * inputs.cx.itemsize * width) + 1
+    inputs = Inputs(*(np.resize(x, (rows, x.shape[1])) for x in inputs))
+    expected = in_small_parts(inputs)
+    for number in (1, 2):
+        outputs = guard_outputs(rows, width, name, layout, offset=offset)
+        result = lstm_cell_backward(*inputs, out=tuple(arrays_of(outputs)), num_threads=number)
+        for a, b in zip(result, expected, strict=True):
+            assert np.ascontiguousarray(a).tobytes() == b.tobytes()
+        for guarded in outputs:
+            guarded.assert_guards_intact()
 
 
 def test_guards_see_a_stray_write():
