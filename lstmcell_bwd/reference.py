@@ -349,10 +349,13 @@ def in_range(grad_hy, grad_cy, cx, cy, gates, dtype=None):
             ],
             axis=1,
         )
+        good_cx = good & chain(total, f, error=error)
+        # tanh and exp of Inf are finite, so what reads Inf is not out of range by its size alone.
+        nonfinite = nonfinite_mask(*arrays)
+        good_gates &= ~nonfinite.grad_gates
+        good_cx &= ~nonfinite.grad_cx
         sums = scales(*arrays, dtype=wide).grad_bias
-        return LSTMCellGradients(
-            good_gates, good & chain(total, f, error=error), good_gates.all(axis=0) & (sums <= last)
-        )
+        return LSTMCellGradients(good_gates, good_cx, good_gates.all(axis=0) & (sums <= last))
 
 
 def exact_column_sums(terms):

@@ -18,7 +18,7 @@ pytest.register_assert_rewrite("strategies")
 
 strategies = importlib.import_module("strategies")
 
-hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60, database=None)
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=200, database=None)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=20_000, database=None)
 hypothesis.settings.load_profile("ci")
 

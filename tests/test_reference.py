@@ -285,6 +285,7 @@ OUT_OF_RANGE = {
     "overflow of total * cx": ({"cx": 1e30, "grad_cy": 1e20, "f": 1e-20}, "igoc"),
     "total * g": ({"g": 1e-38, "grad_cy": 1e-3, "grad_hy": 0}, "fgoc"),
     "Inf": ({"grad_cy": np.inf}, "o"),
+    "Inf as state": ({"cy": np.inf}, ""),
     "NaN": ({"cx": np.nan}, "igoc"),
 }
 
