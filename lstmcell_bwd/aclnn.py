@@ -21,6 +21,7 @@ Examples
 np.float32(1.42)
 """
 
+# ruff: noqa: EM101 - the literal is the name of the argument, which the error's text is made from
 from __future__ import annotations
 
 import threading
@@ -65,7 +66,7 @@ class Executor:
         self._used: _HostCall | _NPUCall | None = None  # keeps the memory of a call that still waits on its stream
 
     def take(self) -> _HostCall | _NPUCall:
-        """The prepared call; there is none a second time."""
+        """Hand out the prepared call; there is none a second time."""
         backend, self._backend = self._backend, None
         if backend is None:
             message = "`executor` must be unused, got one that has run"
@@ -85,7 +86,7 @@ def aclnnThnnFusedLstmCellBackwardGetWorkspaceSize(  # noqa: N802 - CANN's name
     gradCxOut: Any,  # noqa: N803
     gradBiasOut: Any,  # noqa: N803
 ) -> tuple[int, int, Executor | None]:
-    """Phase one: check the arguments.
+    """Check the arguments: phase one.
 
     Parameters
     ----------
@@ -148,7 +149,7 @@ def aclnnThnnFusedLstmCellBackward(  # noqa: N802 - CANN's name
     executor: Executor | None,
     stream: Any = None,
 ) -> int:
-    """Phase two: run the call. The executor is used up, whatever the status.
+    """Run the call: phase two. The executor is used up, whatever the status.
 
     Parameters
     ----------
@@ -168,7 +169,8 @@ def aclnnThnnFusedLstmCellBackward(  # noqa: N802 - CANN's name
     """
     try:
         if executor is None:
-            raise NullPointerError("`executor` must be one from phase one, got None")
+            message = "`executor` must be one from phase one, got None"
+            raise NullPointerError(message)
         if not isinstance(executor, Executor):
             raise wrong_type("executor", "one from phase one", executor)
         call = executor.take()
@@ -185,7 +187,7 @@ def aclnnThnnFusedLstmCellBackward(  # noqa: N802 - CANN's name
 
 
 def aclGetRecentErrMsg() -> str | None:  # noqa: N802 - CANN's name
-    """The reason of the last failure in this thread; reading clears it.
+    """Return the reason of the last failure in this thread; reading clears it.
 
     Returns
     -------
@@ -199,8 +201,11 @@ def aclGetRecentErrMsg() -> str | None:  # noqa: N802 - CANN's name
 def _failed(error: BaseException) -> int:
     """Keep the message of an exception and return its status."""
     _recent.message = str(error)
-    code = getattr(error, "status", Status.ACLNN_ERR_RUNTIME_ERROR)
-    return Status(code) if code in iter(Status) else code
+    code: int = getattr(error, "status", Status.ACLNN_ERR_RUNTIME_ERROR)
+    try:
+        return Status(code)
+    except ValueError:  # a code of the NPU's runtime
+        return code
 
 
 class _HostCall:

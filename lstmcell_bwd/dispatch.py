@@ -1,5 +1,6 @@
 """Which device runs a call, and why; and a report of what this installation can use."""
 
+# ruff: noqa: EM101 - the literal is the name of the argument, which the error's text is made from
 from __future__ import annotations
 
 import logging
@@ -33,7 +34,7 @@ class Decision(NamedTuple):
 
 
 def choose(arguments: Arguments, device: str, stream: object) -> Decision:
-    """Decides where a checked call runs.
+    """Decide where a checked call runs.
 
     Parameters
     ----------
@@ -74,7 +75,7 @@ def check_stream(stream: object) -> None:
 
 
 def _wanted_device(device: str) -> tuple[str, int | None]:
-    """The validated wish, without its index, and the index."""
+    """Return the validated wish, without its index, and the index."""
     source = "device"
     if not isinstance(device, str):
         raise wrong_type(source, f"a string, one of {_DEVICES}", device)
@@ -87,7 +88,7 @@ def _wanted_device(device: str) -> tuple[str, int | None]:
 
 
 def _decide(arguments: Arguments, wish: str, index: int | None) -> Decision:
-    """The table of devices and locations."""
+    """Apply the table of devices and locations."""
     homes = _locations(arguments)
     if len(homes) > 1:
         places = ", ".join(f"`{name}` on {home}" for home, name in homes.items())
@@ -117,7 +118,7 @@ def _decide(arguments: Arguments, wish: str, index: int | None) -> Decision:
 
 
 def _on_npu(arguments: Arguments, home: str, wish: str, index: int | None) -> Decision:
-    """The decision for tensors that are all on one NPU."""
+    """Decide for tensors that are all on one NPU."""
     if wish == "cpu":
         raise wrong_value("device", f"the NPU where the tensors are, {home} (to use the CPU, copy them first)", wish)
     if index is not None and home != f"npu:{index}":
@@ -131,13 +132,13 @@ def _on_npu(arguments: Arguments, home: str, wish: str, index: int | None) -> De
 
 
 def _check_dtype(arguments: Arguments) -> None:
-    """Refuses what the NPU's operator does not have."""
+    """Refuse what the NPU's operator does not have."""
     if arguments.dtype.name not in npu.OPERATOR_DTYPES:
         raise wrong_dtype("cx", f"{' or '.join(npu.OPERATOR_DTYPES)} on an NPU", arguments.dtype)
 
 
 def _locations(arguments: Arguments) -> dict[str, str]:
-    """Where the tensors of a call are, each place with the name of the first tensor there."""
+    """Find where the tensors of a call are, each place with the name of the first tensor there."""
     homes: dict[str, str] = {}
     for name in ("cx", "cy", "gates", "grad_hy", "grad_cy", "grad_gates", "grad_cx", "grad_bias"):
         tensor = getattr(arguments, name)
@@ -148,7 +149,7 @@ def _locations(arguments: Arguments) -> dict[str, str]:
 
 
 def show_config(mode: str | None = None) -> dict[str, Any] | None:
-    """Versions, instruction sets, threads and the state of the NPU: what a bug report needs.
+    """Report versions, instruction sets, threads and the state of the NPU: what a bug report needs.
 
     Finding out about the NPU initialises ACL where pyACL is installed.
 

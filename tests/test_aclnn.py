@@ -10,12 +10,12 @@ from simulation import assert_right, beyond_the_kept, make_inputs, output_shapes
 
 from lstmcell_bwd import aclnn, lstm_cell_backward, reference
 from lstmcell_bwd.aclnn import Status
-from lstmcell_bwd.aclnn import aclnnThnnFusedLstmCellBackward as phase_two
-from lstmcell_bwd.aclnn import aclnnThnnFusedLstmCellBackwardGetWorkspaceSize as phase_one
 from lstmcell_bwd.npu import NPUArray
 
 NULLPTR, INVALID = Status.ACLNN_ERR_PARAM_NULLPTR, Status.ACLNN_ERR_PARAM_INVALID
 DTYPES = ("float32", "float16")
+phase_one = aclnn.aclnnThnnFusedLstmCellBackwardGetWorkspaceSize
+phase_two = aclnn.aclnnThnnFusedLstmCellBackward
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +319,7 @@ def test_tensors_in_two_places(device):
 
 
 def test_the_known_defect_is_not_hidden(device):
-    """This form is CANN's own pair: from 4095 rows on its bias is wrong, which is what the one function avoids."""
+    """On the NPU this form is CANN's own pair: from 4095 rows on its bias is wrong, which the one function avoids."""
     for batch, right in ((4094, True), (4095, False)):
         inputs, given = arguments(device, batch, 8)
         _, size, executor = phase_one(*given)

@@ -27,7 +27,7 @@ os.register_at_fork(after_in_child=_in_forked_child)
 
 
 def unavailable_reason(index: int = 0) -> str | None:
-    """Why an NPU cannot be used in this process, and what to do about it.
+    """Say why an NPU cannot be used in this process, and what to do about it.
 
     The answer is looked for once per process; that initialises ACL where pyACL is installed.
 
@@ -47,7 +47,9 @@ def unavailable_reason(index: int = 0) -> str | None:
 
 
 def is_available() -> bool:
-    """Whether an NPU can be used: pyACL imports, a device answers, its chip is supported, the operator is installed.
+    """Tell whether an NPU can be used.
+
+    It can where pyACL imports, a device answers, its chip is supported and the operator is installed.
 
     `unavailable_reason` says which of these failed and what to do.
 
@@ -59,7 +61,7 @@ def is_available() -> bool:
 
 
 def describe() -> dict[str, Any]:
-    """The state of the NPU as `show_config` reports it.
+    """Return the state of the NPU as `show_config` reports it.
 
     Returns
     -------
@@ -72,7 +74,7 @@ def describe() -> dict[str, Any]:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the array class when it is first asked for, so that importing the package stays cheap."""
+    """Import the array class when it is first asked for, so that importing the package stays cheap."""
     if name == "NPUArray":
         return importlib.import_module("lstmcell_bwd.npu.array").NPUArray
     message = f"module {__name__!r} has no attribute {name!r}"

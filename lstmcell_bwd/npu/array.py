@@ -1,5 +1,6 @@
 """Arrays in device memory: `NPUArray`, and views of the tensors of torch_npu."""
 
+# ruff: noqa: EM101 - the literal is the name of the argument, which the error's text is made from
 from __future__ import annotations
 
 import sys
@@ -55,7 +56,7 @@ class NPUArray:
 
     @classmethod
     def empty(cls, shape: int | tuple[int, ...], dtype: DTypeLike, device: int = 0) -> Self:
-        """A new array whose contents are undefined.
+        """Make a new array whose contents are undefined.
 
         Parameters
         ----------
@@ -81,7 +82,7 @@ class NPUArray:
 
     @classmethod
     def from_numpy(cls, a: ArrayLike, device: int = 0) -> Self:
-        """Copies an array to a device.
+        """Copy an array to a device.
 
         Parameters
         ----------
@@ -104,8 +105,9 @@ class NPUArray:
 
     @classmethod
     def allocate(cls, device: runtime.Device, shape: tuple[int, ...], dtype: DTypeLike, zeros: bool = False) -> Self:
-        """`empty`, or zeros, for jobs in companion threads."""
-        strides, step = [], np.dtype(dtype).itemsize
+        """Do what `empty` does, or make zeros, for jobs in companion threads."""
+        strides: list[int] = []
+        step = np.dtype(dtype).itemsize
         for length in reversed(shape):
             strides.insert(0, step)
             step *= length
@@ -113,7 +115,7 @@ class NPUArray:
 
     @classmethod
     def upload(cls, device: runtime.Device, array: np.ndarray) -> Self:
-        """`from_numpy` for jobs in companion threads."""
+        """Do what `from_numpy` does, for jobs in companion threads."""
         target = cls.allocate(device, array.shape, array.dtype)
         try:
             target.fill_from(device, array)
@@ -134,7 +136,7 @@ class NPUArray:
             device.write(place, source.ctypes.data + number * source.itemsize, source.itemsize)
 
     def fetch(self, device: runtime.Device) -> np.ndarray:
-        """`to_numpy` for jobs in companion threads, without waiting."""
+        """Do what `to_numpy` does, without waiting; for jobs in companion threads."""
         low, high = self.extent
         if low == high:
             return np.empty(self.shape, self.dtype)
@@ -144,7 +146,7 @@ class NPUArray:
         return view if self.is_contiguous else view.copy()
 
     def to_numpy(self) -> np.ndarray:
-        """Waits for the device and copies the array to the host.
+        """Wait for the device and copy the array to the host.
 
         Raises
         ------
@@ -166,15 +168,17 @@ class NPUArray:
         return device.run(job)
 
     def close(self) -> None:
-        """Gives the memory back now, for all arrays that view it; memory of other libraries is left to them."""
+        """Give the memory back now, for all arrays that view it; memory of other libraries is left to them."""
         self.memory.release()
 
     def __enter__(self) -> Self:
+        """Begin a block at whose end the memory is given back."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Give the memory back."""
         self.close()
 
     @property
@@ -236,13 +240,13 @@ class NPUArray:
         return np.asarray(type("DeviceAddresses", (), {"__array_interface__": interface})())
 
     def check_open(self) -> None:
-        """Raises `InvalidParameterError` after `close`."""
+        """Raise `InvalidParameterError` after `close`."""
         if self.memory.released:
             message = "the NPUArray must be open, got one whose memory was given back"
             raise InvalidParameterError(message)
 
     def __getitem__(self, key: slice | tuple[slice, ...]) -> Self:
-        """A view of some rows (and columns): slices with positive steps only."""
+        """Return a view of some rows (and columns): slices with positive steps only."""
         key = key if isinstance(key, tuple) else (key,)
         if len(key) > self.ndim or not all(isinstance(part, slice) for part in key):
             raise wrong_type("key", f"at most {self.ndim} slices", key)
@@ -258,15 +262,17 @@ class NPUArray:
         return type(self)(self.memory, tuple(shape), self.dtype, tuple(strides), offset)
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return self.shape[0]
 
     def __repr__(self) -> str:
+        """Return shape, dtype and device."""
         state = ", closed" if self.memory.released else ""
         return f"NPUArray(shape={self.shape}, dtype={self.dtype}, device={self.device}{state})"
 
 
 def _supported(dtype: DTypeLike) -> np.dtype:
-    """The native form of a dtype that an NPUArray can have."""
+    """Return the native form of a dtype that an NPUArray can have."""
     dtype = np.dtype(dtype).newbyteorder("=")
     if dtype.name not in _DTYPES:
         raise wrong_dtype("dtype", f"{', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}", dtype)
@@ -285,7 +291,7 @@ def _device_index(device: int) -> int:
 
 
 def adopt(name: str, value: object) -> NPUArray | None:
-    """The NPUArray that a value is, or a view of it where it is a tensor of torch_npu; None for anything else.
+    """Return the NPUArray that a value is, or a view of a torch_npu tensor; None for anything else.
 
     Nothing is imported to find out. A tensor's memory stays torch's and lives at least as long as the view.
 
@@ -317,7 +323,8 @@ def _view_of_tensor(name: str, tensor: Any) -> NPUArray:
     torch_npu = sys.modules.get("torch_npu")
     if torch_npu is not None and torch_npu.get_npu_format(tensor) != _FORMAT_ND:
         if name.startswith("out: "):
-            raise InvalidParameterError(f"`{name}` must have the layout ND, got {torch_npu.get_npu_format(tensor)}")
+            message = f"`{name}` must have the layout ND, got {torch_npu.get_npu_format(tensor)}"
+            raise InvalidParameterError(message)
         tensor = torch_npu.npu_format_cast(tensor, _FORMAT_ND)
     size = np.dtype(dtype).itemsize
     storage = tensor.untyped_storage()

@@ -58,9 +58,7 @@ class Operands:
         What was allocated to fill in; must live until the stream is done.
     """
 
-    def __init__(
-        self, device: Device, inputs: Sequence[NPUArray | None], outputs: Sequence[NPUArray | None]
-    ) -> None:
+    def __init__(self, device: Device, inputs: Sequence[NPUArray | None], outputs: Sequence[NPUArray | None]) -> None:
         self.memories: list[runtime.Memory] = []
         self._device = device
         self._copies: list[tuple[int, int, int]] = []
@@ -75,13 +73,12 @@ class Operands:
             raise
 
     def _filled(self, arrays: Sequence[NPUArray | None], like: NPUArray | None, zeros: bool) -> list[NPUArray]:
-        filled = list(arrays)
-        if None in filled:
-            dtype = next(array.dtype for array in filled if array is not None)
-            missing = NPUArray.allocate(self._device, (1,) if like is None else like.shape, dtype, zeros)
-            self.memories.append(missing.memory)
-            filled = [missing if array is None else array for array in filled]
-        return filled
+        there = [array for array in arrays if array is not None]
+        if len(there) == len(arrays):
+            return there
+        missing = NPUArray.allocate(self._device, (1,) if like is None else like.shape, there[0].dtype, zeros)
+        self.memories.append(missing.memory)
+        return [missing if array is None else array for array in arrays]
 
     def _copied(self, array: NPUArray) -> NPUArray:
         low, high = array.extent
@@ -156,9 +153,7 @@ def _give_back(device: Device, tensors: Sequence[int], executor: int | None) -> 
     return next((error for error in errors if error is not None), None)
 
 
-def prepare(
-    device: Device, inputs: Sequence[NPUArray], outputs: Sequence[NPUArray], has_bias: bool
-) -> NPUExecutor:
+def prepare(device: Device, inputs: Sequence[NPUArray], outputs: Sequence[NPUArray], has_bias: bool) -> NPUExecutor:
     """Turn the operator's eight tensors into an executor: phase one."""
     operators = device.acl.operators
     tensors: list[int] = []
@@ -243,8 +238,8 @@ def lstm_cell_backward(arguments: Arguments, out: Any, device: str, stream: Any)
     """
     place = runtime.get_device(int(device.removeprefix("npu:")))
     inputs = [arguments.grad_hy, arguments.grad_cy, arguments.cx, arguments.cy, arguments.gates]
-    outputs = [arguments.grad_gates, arguments.grad_cx, arguments.grad_bias]
-    given = list(out) if out is not None else [None, None, None]
+    outputs: list[Any] = [arguments.grad_gates, arguments.grad_cx, arguments.grad_bias]
+    given: list[Any] = list(out) if out is not None else [None, None, None]
     shapes = [arguments.gates.shape, arguments.cx.shape, (4 * arguments.hidden,)]
     wanted = range(3 if arguments.has_bias else 2)
     owner = None if arguments.on_host else arguments.cx.memory.owner
@@ -329,15 +324,16 @@ class _Call:
             outputs[2].fill_from(device, bias)
         return outputs
 
-    def _input(self, array: Any) -> NPUArray | None:
-        """The tensor on the device."""
-        if isinstance(array, np.ndarray):
-            array = NPUArray.upload(self._device, array.astype(self._dtype, copy=False))
-            self._temporary.append(array.memory)
-        return array
+    def _input(self, array: np.ndarray | NPUArray | None) -> NPUArray | None:
+        """Put an input on the device."""
+        if array is None or isinstance(array, NPUArray):
+            return array
+        on_device = NPUArray.upload(self._device, array.astype(self._dtype, copy=False))
+        self._temporary.append(on_device.memory)
+        return on_device
 
     def _output(self, k: int) -> NPUArray:
-        """The tensor on the device that output k is written to."""
+        """Find or make the tensor on the device that output k is written to."""
         array = self._outputs[k]
         if not isinstance(array, NPUArray):
             array = NPUArray.allocate(self._device, self._shapes[k], self._dtype)

@@ -33,8 +33,11 @@ _int64s = ctypes.POINTER(ctypes.c_int64)
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "aclCreateTensor": (
         _handle,
-        [_int64s, ctypes.c_uint64, ctypes.c_int32, _int64s, ctypes.c_int64, ctypes.c_int32]
-        + [_int64s, ctypes.c_uint64, ctypes.c_void_p],
+        [
+            *(_int64s, ctypes.c_uint64, ctypes.c_int32),  # the view's dimensions and the data type
+            *(_int64s, ctypes.c_int64, ctypes.c_int32),  # strides, offset and format
+            *(_int64s, ctypes.c_uint64, ctypes.c_void_p),  # the storage's dimensions and address
+        ],
     ),
     "aclDestroyTensor": (_status, [_handle]),
     "aclDestroyAclOpExecutor": (_status, [_handle]),
@@ -70,15 +73,13 @@ class Operators:
         self._phase_two = _function(operator_library, _PHASE_TWO)
 
     def create_tensor(self, array: NPUArray) -> int:
-        """A descriptor of an array. It records the address and owns nothing."""
+        """Make a descriptor of an array; it records the address and owns nothing."""
         size = array.dtype.itemsize
         shape = _int64_array(array.shape)
         strides = _int64_array([stride // size for stride in array.strides])
-        if array.is_contiguous and array.offset == 0:
-            storage = shape
-        else:
-            storage = _int64_array([array.memory.nbytes // size])
-        handle = self._create_tensor(
+        whole = array.is_contiguous and array.offset == 0
+        storage = shape if whole else _int64_array([array.memory.nbytes // size])
+        handle: int | None = self._create_tensor(
             shape, len(shape), _DATA_TYPES[array.dtype.name], strides, array.offset // size, _FORMAT_ND,
             storage, len(storage), array.memory.address,
         )  # fmt: skip
@@ -87,24 +88,24 @@ class Operators:
         return handle
 
     def destroy_tensor(self, handle: int) -> None:
-        """Destroys a descriptor."""
+        """Destroy a descriptor."""
         self._check("aclDestroyTensor", self._destroy_tensor(handle))
 
     def phase_one(self, tensors: Sequence[int], has_bias: bool) -> tuple[int, int]:
-        """Checks the arguments; returns the workspace's size in bytes and the executor's handle."""
+        """Check the arguments; return the workspace's size in bytes and the executor's handle."""
         workspace_size, executor = ctypes.c_uint64(0), _handle(None)
         status = self._phase_one(
             *tensors[:5], has_bias, *tensors[5:], ctypes.byref(workspace_size), ctypes.byref(executor)
         )
         self._check(_PHASE_ONE, status)
-        return workspace_size.value, executor.value
+        return workspace_size.value, executor.value or 0
 
-    def phase_two(self, workspace: int, workspace_size: int, executor: int, stream: int) -> None:
-        """Launches the operator. The executor is gone afterwards, also on failure."""
+    def phase_two(self, workspace: int, workspace_size: int, executor: int | None, stream: int) -> None:
+        """Launch the operator. The executor is gone afterwards, also on failure."""
         self._check(_PHASE_TWO, self._phase_two(workspace, workspace_size, executor, stream))
 
     def destroy_executor(self, executor: int) -> None:
-        """Destroys an executor that phase two never saw; older releases cannot, and leak it."""
+        """Destroy an executor that phase two never saw; older releases cannot, and leak it."""
         if self._destroy_executor is not None:
             self._check("aclDestroyAclOpExecutor", self._destroy_executor(executor))
 
@@ -118,7 +119,7 @@ def _int64_array(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
 
 
 def _function(library: ctypes.CDLL, name: str) -> Any:
-    """A function of a library with its prototype; without one ctypes would cut handles to 32 bits."""
+    """Return a function of a library with its prototype; without one ctypes would cut handles to 32 bits."""
     function = getattr(library, name)
     function.restype, function.argtypes = _PROTOTYPES[name]
     return function
@@ -128,7 +129,7 @@ def _function(library: ctypes.CDLL, name: str) -> Any:
 
 
 def load(acl: Any) -> Operators | str:
-    """Opens the libraries of the installation that the environment names.
+    """Open the libraries of the installation that the environment names.
 
     Custom operator packages come first, then the split libraries of CANN 9, then the one library of older releases.
 
@@ -156,7 +157,7 @@ def load(acl: Any) -> Operators | str:
 
 
 def _library_folders() -> list[Path]:
-    """Where CANN's libraries may be."""
+    """List the folders where CANN's libraries may be."""
     homes = [os.environ.get("ASCEND_HOME_PATH"), os.environ.get("ASCEND_TOOLKIT_HOME")]
     folders = [Path(home, "lib64") for home in homes if home]
     folders += [Path(folder) for folder in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if folder]
@@ -164,7 +165,7 @@ def _library_folders() -> list[Path]:
 
 
 def _custom_packages() -> Iterator[Path]:
-    """Libraries of custom operator packages, in the order in which CANN prefers them."""
+    """Yield the libraries of custom operator packages, in the order in which CANN prefers them."""
     library = Path("op_api", "lib", "libcust_opapi.so")
     for folder in os.environ.get("ASCEND_CUSTOM_OPP_PATH", "").split(os.pathsep):
         if folder:
@@ -182,7 +183,7 @@ def _custom_packages() -> Iterator[Path]:
 
 
 def _first(paths: Sequence[Path], symbols: tuple[str, ...]) -> tuple[ctypes.CDLL | None, str]:
-    """The first library that has all symbols itself, and notes on those before it."""
+    """Open the first library that has all symbols itself, and note what is wrong with those before it."""
     notes = []
     for path in paths:
         if not path.is_file():
@@ -199,7 +200,8 @@ def _first(paths: Sequence[Path], symbols: tuple[str, ...]) -> tuple[ctypes.CDLL
             notes.append(f"{path} has only one of {' and '.join(symbols)} itself")
         else:
             return library, ""
-    return None, "; ".join(notes) or "no such library in " + ", ".join(dict.fromkeys(str(path.parent) for path in paths))
+    folders = dict.fromkeys(str(path.parent) for path in paths)
+    return None, "; ".join(notes) or f"no such library in {', '.join(folders)}"
 
 
 class _SymbolInfo(ctypes.Structure):
@@ -214,9 +216,10 @@ class _SymbolInfo(ctypes.Structure):
 
 
 def _home_of(function: Any) -> int | None:
-    """Where the library that defines a symbol is loaded: a look-up also finds symbols of a library's dependencies."""
-    info = _SymbolInfo()
+    """Find where the library that defines a symbol is loaded; a look-up also finds symbols of dependencies."""
+    info: Any = _SymbolInfo()
     locate = ctypes.CDLL(None).dladdr
     locate.argtypes = [ctypes.c_void_p, ctypes.POINTER(_SymbolInfo)]
     locate(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(info))
-    return info.dli_fbase
+    base: int | None = info.dli_fbase
+    return base

@@ -18,13 +18,12 @@ import atexit
 import logging
 import os
 import re
-import sys
 import threading
 import weakref
 from collections import deque
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lstmcell_bwd import npu
 from lstmcell_bwd.errors import LSTMCellError, NPURuntimeError, NPUUnavailableError, Status
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["Acl", "Companion", "Device", "Memory", "describe", "get_device", "insist", "unavailable_reason"]
 
 logger = logging.getLogger("lstmcell_bwd")
+
+T = TypeVar("T")
 
 _HUGE_PAGES_FIRST = 0
 _HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE = 1, 2, 3
@@ -107,9 +108,10 @@ _STATUS_NAMES = {
 
 
 def _status_name(code: int) -> str:
-    if code in iter(Status):
+    try:
         return Status(code).name
-    return _STATUS_NAMES.get(code, "a code that is not in the documentation")
+    except ValueError:
+        return _STATUS_NAMES.get(code, "a code that is not in the documentation")
 
 
 # ---- one ACL per process ----------------------------------------------------------------------------------------
@@ -144,15 +146,16 @@ class Acl:
         self.companions: set[Companion] = set()
 
     def call(self, function: str, *arguments: int) -> int:
-        """Calls a function of `acl.rt`; returns its value, or raises `NPURuntimeError`."""
+        """Call a function of `acl.rt`; return its value, or raise `NPURuntimeError`."""
         result = getattr(self.module.rt, function)(*arguments)
+        value: int
         value, code = result if isinstance(result, tuple) else (0, result)
         if code:
             raise failure(self.module, f"acl.rt.{function}", code)
         return value
 
     def companion(self) -> Companion:
-        """The companion of the calling thread."""
+        """Return the companion of the calling thread."""
         handle = getattr(_thread, "companion", None)
         if handle is None or handle.companion.acl is not self:
             handle = _thread.companion = _Handle(Companion(self))
@@ -160,7 +163,7 @@ class Acl:
 
 
 def failure(module: Any, function: str, code: int) -> NPURuntimeError:
-    """The exception for a code that a function of CANN returned to this thread, with the runtime's own message."""
+    """Make the exception for a code that a function of CANN returned to this thread, with the runtime's own message."""
     try:
         message = module.get_recent_err_msg() or ""
     except UnicodeDecodeError:  # pyACL decodes strictly
@@ -169,7 +172,7 @@ def failure(module: Any, function: str, code: int) -> NPURuntimeError:
 
 
 def _open() -> Acl | str:
-    """Initialises ACL when first asked; afterwards the same answer for the life of the process."""
+    """Initialise ACL when first asked; afterwards give the same answer for the life of the process."""
     global _state
     if _state is None:
         with _lock:
@@ -192,7 +195,9 @@ def _try_to_open() -> Acl | str:
             "set_env.sh before starting Python"
         )
     if not hasattr(acl, "init") or not hasattr(acl, "rt"):
-        return f"the module `acl` at {getattr(acl, '__file__', '?')} is not pyACL; put CANN's python/site-packages first"
+        return (
+            f"the module `acl` at {getattr(acl, '__file__', '?')} is not pyACL; put CANN's python/site-packages first"
+        )
     code = acl.init()
     if code == _STUB_MODE:
         return "acl.init returned 100039: CANN's stub libraries were loaded, the NPU driver is missing; install it"
@@ -217,7 +222,7 @@ def _try_to_open() -> Acl | str:
 
 
 def unavailable_reason(index: int) -> str | None:
-    """`lstmcell_bwd.npu.unavailable_reason`."""
+    """Answer `lstmcell_bwd.npu.unavailable_reason`."""
     acl = _open()
     if isinstance(acl, str):
         return acl
@@ -227,21 +232,22 @@ def unavailable_reason(index: int) -> str | None:
 
 
 def get_device(index: int) -> Device:
-    """A device of this process.
+    """Return a device of this process.
 
     Raises
     ------
     NPUUnavailableError
         If it cannot be used.
     """
-    reason = unavailable_reason(index)
-    if reason is not None:
-        raise NPUUnavailableError(f"npu:{index} cannot be used: {reason}")
-    return _open().devices[index]
+    reason, acl = unavailable_reason(index), _open()
+    if isinstance(acl, str) or reason is not None:
+        message = f"npu:{index} cannot be used: {reason}"
+        raise NPUUnavailableError(message)
+    return acl.devices[index]
 
 
 def describe() -> dict[str, Any]:
-    """`lstmcell_bwd.npu.describe`."""
+    """Answer `lstmcell_bwd.npu.describe`."""
     acl = _open()
     if isinstance(acl, str):
         return {"available": False, "reason": acl}
@@ -261,6 +267,7 @@ def describe() -> dict[str, Any]:
         report["cann version"] = package["version"] if not code else "unknown"
     return report
 
+
 # ---- companion threads ------------------------------------------------------------------------------------------
 
 
@@ -270,7 +277,7 @@ class _Job:
     __slots__ = ("_done", "_error", "_function", "_value", "last")
 
     def __init__(self, function: Callable[[], Any], last: bool) -> None:
-        self._function: Callable[[], Any] | None = function
+        self._function = function
         self._value: Any = None
         self._error: BaseException | None = None
         self._done = threading.Lock()
@@ -283,7 +290,7 @@ class _Job:
         except BaseException as error:  # it belongs to the waiting thread, whatever it is
             self._error = error
         finally:
-            self._function = None
+            del self._function  # the companion may hold this job until its next one
             self._done.release()
 
     def wait(self) -> Any:
@@ -321,23 +328,24 @@ class Companion(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Serves until the last job."""
+        """Serve until the last job."""
         _thread.serves = True
         last = False
         while not last:
             job = self._jobs.get()
             last = job.last
             job.run()
-            del job  # or it would keep its arrays until the next one
+            del job  # with the arrays in its result
 
-    def submit(self, function: Callable[[], Any], last: bool = False) -> Any:
-        """Calls a function in this thread; returns its value or raises its exception."""
+    def submit(self, function: Callable[[], T], last: bool = False) -> T:
+        """Call a function in this thread; return its value or raise its exception."""
         job = _Job(function, last)
         self._jobs.put(job)
-        return job.wait()
+        value: T = job.wait()
+        return value
 
     def stop(self) -> None:
-        """Gives back streams and workspaces, and ends the thread."""
+        """Give back streams and workspaces, and end the thread."""
         self.submit(self._release, last=True)
         self.acl.companions.discard(self)
 
@@ -363,7 +371,7 @@ class _Handle:
 
 
 def insist(function: Callable[..., Any], *arguments: Any) -> tuple[bool, NPURuntimeError | None]:
-    """Makes a call that gives something back, twice if the first attempt fails.
+    """Make a call that gives something back, twice if the first attempt fails.
 
     Returns
     -------
@@ -415,8 +423,8 @@ class Device:
         self._opening = threading.Lock()
         self._asking = threading.Lock()
 
-    def run(self, function: Callable[[Companion], Any], context: int = 0) -> Any:
-        """Calls a function in the companion of the calling thread, bound to this device.
+    def run(self, function: Callable[[Companion], T], context: int = 0) -> T:
+        """Call a function in the companion of the calling thread, bound to this device.
 
         Parameters
         ----------
@@ -426,10 +434,11 @@ class Device:
             The context to bind; 0 is the device's default one.
         """
         if self.acl is not _state:
-            raise NPUUnavailableError(f"npu:{self.index} cannot be used: {unavailable_reason(self.index)}")
+            message = f"npu:{self.index} cannot be used: {unavailable_reason(self.index)}"
+            raise NPUUnavailableError(message)
         companion = self.acl.companion()
 
-        def job() -> Any:
+        def job() -> T:
             self.bind(context)
             self._clean_up()
             try:
@@ -440,7 +449,7 @@ class Device:
         return companion.submit(job)
 
     def bind(self, context: int = 0) -> None:
-        """Binds the thread to the device; opens the device once per process."""
+        """Bind the thread to the device; open the device once per process."""
         with self._opening:
             if not self._context:
                 self.acl.call("set_device", self.index)
@@ -452,7 +461,7 @@ class Device:
         self.acl.call("set_context", context or self._context)
 
     def caller_context(self) -> int:
-        """The context of the calling thread where it is one of this device, else 0."""
+        """Return the context of the calling thread where it is one of this device, else 0."""
         context, code = self.acl.module.rt.get_context()
         if code == _CONTEXT_NULL:
             return 0
@@ -473,34 +482,34 @@ class Device:
                 raise
 
     def synchronise(self, stream: int | None = None) -> None:
-        """Waits for a stream, or for everything on the device."""
+        """Wait for a stream, or for everything on the device."""
         if stream is None:
             self._ask("synchronize_device")
         else:
             self._ask("synchronize_stream", stream)
 
     def check(self, faults: int) -> None:
-        """Raises the last failure of the device if there was one since `faults` was read."""
+        """Raise the last failure of the device if there was one since `faults` was read."""
         with self._asking:
             if self.faults != faults:
                 raise NPURuntimeError(*self._last_fault)
 
     def write(self, address: int, source: int, nbytes: int) -> None:
-        """Copies from the host."""
+        """Copy from the host."""
         self._ask("memcpy", address, nbytes, source, nbytes, _HOST_TO_DEVICE)
 
     def read(self, target: int, address: int, nbytes: int) -> None:
-        """Copies to the host; does not wait for any stream."""
+        """Copy to the host; does not wait for any stream."""
         self._ask("memcpy", target, nbytes, address, nbytes, _DEVICE_TO_HOST)
 
     def copy_later(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copies within the device, in the order of a stream."""
+        """Copy within the device, in the order of a stream."""
         self.acl.call("memcpy_async", target, nbytes, source, nbytes, _DEVICE_TO_DEVICE, stream)
 
     # -- memory and streams
 
     def allocate(self, nbytes: int, fill_with_zeros: bool = False) -> Memory:
-        """New device memory."""
+        """Make new device memory."""
         if nbytes == 0:
             return Memory(self.index, 0, 0)
         address = self.acl.call("malloc", nbytes, _HUGE_PAGES_FIRST)
@@ -515,7 +524,7 @@ class Device:
         return memory
 
     def release(self, addresses: Iterable[int], idle: bool = False) -> NPURuntimeError | None:
-        """Frees memory, after waiting for the device unless that is known to be idle; returns the first failure."""
+        """Free memory, after waiting for the device unless that is known to be idle; return the first failure."""
         addresses = [address for address in addresses if address]
         first = None
         if addresses and not idle:
@@ -557,13 +566,13 @@ class Device:
             self._later.popleft()()
 
     def own_stream(self, companion: Companion) -> int:
-        """The stream of the thread that a companion serves."""
+        """Return the stream of the thread that a companion serves."""
         if self.index not in companion.streams:
             companion.streams[self.index] = self.acl.call("create_stream")
         return companion.streams[self.index]
 
     def workspace(self, companion: Companion, nbytes: int, stream: int) -> int:
-        """The companion's workspace, grown where it is too small; earlier work of `stream` may still use it."""
+        """Return the companion's workspace, grown where it is too small; earlier work of `stream` may still use it."""
         address, size = companion.workspaces.get(self.index, (0, 0))
         if size < nbytes:
             if address:
@@ -577,7 +586,7 @@ class Device:
         return address
 
     def close(self) -> None:
-        """Frees all that is left and gives the device back."""
+        """Free all that is left and give the device back."""
         if self._context:
             insist(self.bind)
             self._clean_up()
@@ -624,12 +633,12 @@ class Memory:
         return self.address == 0 and self.nbytes > 0
 
     def disown(self) -> int:
-        """Hands the address to somebody who will free it."""
+        """Hand the address to somebody who will free it."""
         address, self.address, self._device = self.address, 0, None
         return address
 
     def release(self) -> None:
-        """Frees the memory, after waiting for the device."""
+        """Free the memory, after waiting for the device."""
         device = self._device
         if device is not None:
             error = device.soon(partial(device.release, [self.disown()]))
@@ -637,6 +646,7 @@ class Memory:
                 raise error
 
     def __del__(self) -> None:
+        """Free the memory; a failure can only be logged."""
         try:
             self.release()
         except LSTMCellError as error:
@@ -645,8 +655,9 @@ class Memory:
 
 # ---- fork and exit -------------------------------------------------------------------------------------------------
 
+
 def _in_forked_child() -> None:
-    """Forgets the parent's ACL; a lock that another thread of the parent held is replaced."""
+    """Forget the parent's ACL; a lock that another thread of the parent held is replaced."""
     global _state, _lock
     _lock = threading.Lock()
     if isinstance(_state, Acl):
@@ -657,7 +668,7 @@ os.register_at_fork(after_in_child=_in_forked_child)
 
 
 def _close() -> None:
-    """Exit hook: gives everything back while ACL can still be called."""
+    """Give everything back while ACL can still be called."""
     global _state
     acl = _state
     if not isinstance(acl, Acl):
