@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from lstmcell_bwd import _api, _features
 # Helper modules lie beside the tests; with --import-mode=importlib nothing puts that folder on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 pytest.register_assert_rewrite("strategies")
+
+# The suite tests the installed package. Child processes must not find the source tree first by being started in it.
+os.environ["PYTHONSAFEPATH"] = "1"
 
 strategies = importlib.import_module("strategies")
 
