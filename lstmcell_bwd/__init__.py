@@ -5,7 +5,7 @@ state and of the bias, computed by a deterministic Cython/OpenMP kernel, or by a
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lstmcell_bwd._api import (
     BIAS_LEAF_ROWS,
@@ -29,6 +29,9 @@ from lstmcell_bwd.errors import (
     NullPointerError,
     UnsupportedDtypeError,
 )
+
+if TYPE_CHECKING:  # at run time `__getattr__` imports them
+    from lstmcell_bwd import aclnn, npu, reference
 
 __all__ = [
     "BIAS_LEAF_ROWS",
