@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +17,18 @@ from lstmcell_bwd import _features, lstm_cell_backward
 # fenv.h: the environment as the C library keeps it, and where flush-to-zero is in it.
 MACHINES = {
     # mxcsr is the last word of 32 bytes; flush-to-zero 0x8000, denormals-are-zero 0x40.
-    "x86_64": {"words": 8, "word": 7, "flush": 0x8040, "rounding": {"down": 0x2000, "up": 0x4000, "zero": 0x6000}},
+    "x86_64": {
+        "words": 8,
+        "word": 7,
+        "sticky": 0x3F,
+        "flush": 0x8040,
+        "rounding": {"down": 0x2000, "up": 0x4000, "zero": 0x6000},
+    },
     # fpcr, fpsr; FZ is bit 24, FZ16 bit 19.
     "aarch64": {
         "words": 2,
         "word": 0,
+        "sticky": 0,
         "flush": 1 << 24,
         "rounding": {"up": 0x400000, "down": 0x800000, "zero": 0xC00000},
     },
@@ -109,6 +117,41 @@ def test_a_foreign_state_changes_no_bit(isa, name, state, number):
     assert before == after
     assert before != _features.fp_state()
     assert_same_bits(result, expected)
+
+
+def on_every_thread_of_the_team(function, argument, number):
+    """Call a C function of one pointer on each thread of the team that the calling thread's next region will use."""
+    maps = Path("/proc/self/maps").read_text() if Path("/proc/self/maps").exists() else ""
+    paths = sorted({line.split()[-1] for line in maps.splitlines() if "libgomp" in line})
+    if not paths:
+        pytest.skip("the OpenMP runtime is not libgomp")
+    ctypes.CDLL(paths[0]).GOMP_parallel(function, argument, number, 0)
+
+
+@pytest.mark.parametrize("state", FOREIGN)
+@pytest.mark.parametrize("name", ["float32", "float64", "float16"])
+def test_a_team_in_a_foreign_state(isa, name, state):
+    """Workers that other code has left in a foreign state: they compute in ours, and get theirs back."""
+    inputs = tiny(np.dtype(name))
+    expected = plain_call(inputs)
+
+    def run():
+        foreign = ForeignState(state)
+        with foreign:
+            on_every_thread_of_the_team(foreign.libm.fesetenv, foreign.changed, 3)
+            before = _features.fp_state()
+            result = lstm_cell_backward(*inputs, num_threads=3)
+            seen = []
+            for _ in range(50):  # each thread writes what it has to one place; the last one stays
+                found = (ctypes.c_uint32 * MACHINE["words"])()
+                on_every_thread_of_the_team(foreign.libm.fegetenv, found, 3)
+                seen.append(found[MACHINE["word"]])
+        return result, before, seen
+
+    result, before, seen = in_a_new_thread(run)
+    assert_same_bits(result, expected)
+    assert before != _features.fp_state()
+    assert {word & ~MACHINE["sticky"] for word in seen} == {before}
 
 
 @pytest.mark.parametrize("state", FOREIGN)
