@@ -252,6 +252,19 @@ class TestStateOutputOverInput:
         inputs = make_inputs(33, 33, dtype, seed=19)
         assert_as_if_copied(inputs, (None, getattr(inputs, name).T, None), num_threads=number)
 
+    @pytest.mark.parametrize("shape", [(40, 21), (5, 1500)], ids=str)
+    @pytest.mark.parametrize("axis", [0, 1], ids=["rows", "columns"])
+    @pytest.mark.parametrize("wide", ["input", "output"])
+    def test_same_start_other_strides(self, dtype, name, number, shape, axis, wide):
+        """The first elements coincide; of one of the two arrays the rows or the columns lie twice as far apart."""
+        inputs = make_inputs(*shape, dtype, seed=35)
+        buffer = np.zeros((2 * shape[0], 2 * shape[1]), dtype)
+        dense = buffer[: shape[0], : shape[1]]
+        spread = buffer[::2, : shape[1]] if axis == 0 else buffer[: shape[0], ::2]
+        view, out = (spread, dense) if wide == "input" else (dense, spread)
+        view[...] = getattr(inputs, name)
+        assert_as_if_copied(inputs._replace(**{name: view}), (None, out, None), num_threads=number)
+
     def test_every_other_of_one_buffer(self, dtype, name, number):
         """Interleaved columns share no byte, though their extents meet."""
         inputs = make_inputs(40, 21, dtype, seed=20)

@@ -1,5 +1,7 @@
 """Random calls of every kind (hypothesis): value, bits, untouched inputs, fully written outputs, intact guards."""
 
+import itertools
+
 import hypothesis
 import numpy as np
 import pytest
@@ -104,7 +106,7 @@ def test_any_cut_into_parts(dtype, data):
     cuts = sorted(data.draw(st.sets(st.integers(1, leaves - 1)) if leaves > 1 else st.just(set()), label="cuts"))
     edges = [0, *(cut * BIAS_LEAF_ROWS for cut in cuts), len(inputs.cx)]
     parts, rows = [], []
-    for first, last in zip(edges[:-1], edges[1:], strict=True):
+    for first, last in itertools.pairwise(edges):
         part = lstm_cell_backward_part(
             *(None if x is None else x[first:last] for x in inputs),
             first_row=first,
