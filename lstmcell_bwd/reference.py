@@ -17,12 +17,17 @@ of the published operator `aclnnThnnFusedLstmCellBackward` of Ascend CANN, which
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from lstmcell_bwd._arguments import missing, wrong_rank, wrong_shape
 from lstmcell_bwd._types import LSTMCellGradients
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
+
+    Array = NDArray[Any]
 
 __all__ = [
     "READS",
@@ -70,7 +75,22 @@ class Limits(NamedTuple):
     largest: float
 
 
-def limits(dtype):
+class Units(NamedTuple):
+    """One figure for each output: an error, or a bound.
+
+    Attributes
+    ----------
+    grad_gates, grad_cx : float
+    grad_bias : float or None
+        None without bias.
+    """
+
+    grad_gates: float
+    grad_cx: float
+    grad_bias: Any
+
+
+def limits(dtype: DTypeLike) -> Limits:
     """Return what a dtype can hold; of `ml_dtypes.bfloat16` too, without importing that package.
 
     Parameters
@@ -89,13 +109,13 @@ def limits(dtype):
     return Limits(float(info.eps), float(info.smallest_normal), float(info.smallest_subnormal), float(info.max))
 
 
-def arithmetic_dtype(dtype):
+def arithmetic_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     """Return the type that the operator computes in: float32 for the half types, else the dtype itself."""
     dtype = np.dtype(dtype)
     return np.dtype(np.float64 if dtype.itemsize == 8 else np.float32)
 
 
-def wide_dtype(dtype):
+def wide_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     """Return a type wide enough to judge results of a dtype by: float64, or the long double for float64 data.
 
     Where the platform's long double is float64 itself, judging float64 adds the reference's own error of about 3 units.
@@ -103,7 +123,9 @@ def wide_dtype(dtype):
     return np.dtype(np.longdouble if np.dtype(dtype).itemsize == 8 else np.float64)
 
 
-def checked_arrays(grad_hy, grad_cy, cx, cy, gates, dtype):
+def checked_arrays(
+    grad_hy: Any, grad_cy: Any, cx: Any, cy: Any, gates: Any, dtype: DTypeLike
+) -> tuple[Array, Array, Array, Array, Array]:
     """Return the five inputs in the working precision, a missing gradient as zeros."""
     for name, value in (("cx", cx), ("cy", cy), ("gates", gates)):
         if value is None:
@@ -122,20 +144,20 @@ def checked_arrays(grad_hy, grad_cy, cx, cy, gates, dtype):
     return grad_hy, grad_cy, cx, cy, gates
 
 
-def check_shape(name, array, state, blocks):
+def check_shape(name: str, array: Array, state: tuple[int, ...], blocks: int) -> None:
     """Raise unless an array has the shape (N, blocks * H), where `state` is (N, H), the shape of `cx`."""
     wanted = (state[0], blocks * state[1])
     if array.shape != wanted:
         raise wrong_shape(name, "(N, 4*H)" if blocks == 4 else "(N, H)", wanted, "cx", state, array.shape)
 
 
-def sigmoid(a):
+def sigmoid(a: Array) -> Any:
     """Return 1 / (1 + exp(-a)) without overflow, accurate at both ends."""
     e = np.exp(-np.abs(a))
     return np.where(a >= 0, 1, e) / (1 + e)
 
 
-def tanh_and_slope(cy):
+def tanh_and_slope(cy: Any) -> tuple[Array, Array, Array]:
     """Return tanh(cy), 1 - tanh(cy)**2 and E = exp(-2 |cy|), with every digit at any cy.
 
     tanh|x| = (1 - E) / (1 + E) = -expm1(-2|x|) / (1 + E), and 1 - tanh(x)**2 = 4 E / (1 + E)**2.
@@ -145,7 +167,9 @@ def tanh_and_slope(cy):
     return t, 4 * e / ((1 + e) * (1 + e)), e
 
 
-def lstm_cell_forward(input_gates, hidden_gates, cx, input_bias=None, hidden_bias=None):
+def lstm_cell_forward(
+    input_gates: Any, hidden_gates: Any, cx: Any, input_bias: Any = None, hidden_bias: Any = None
+) -> tuple[Array, Array, Array]:
     """Compute the forward pass of an LSTM cell from its two matrix products, in float64.
 
     Parameters
@@ -179,7 +203,17 @@ def lstm_cell_forward(input_gates, hidden_gates, cx, input_bias=None, hidden_bia
     return hy, cy, np.concatenate([i, f, g, o], axis=1)
 
 
-def lstm_cell_backward(grad_hy, grad_cy, cx, cy, gates, has_bias=True, *, nonfinite="nan", dtype=np.float64):
+def lstm_cell_backward(
+    grad_hy: Any,
+    grad_cy: Any,
+    cx: Any,
+    cy: Any,
+    gates: Any,
+    has_bias: bool = True,
+    *,
+    nonfinite: str = "nan",
+    dtype: DTypeLike = np.float64,
+) -> LSTMCellGradients:
     """Compute the backward pass of an LSTM cell from its activated gates.
 
     Parameters
@@ -232,7 +266,7 @@ def lstm_cell_backward(grad_hy, grad_cy, cx, cy, gates, has_bias=True, *, nonfin
     return LSTMCellGradients(grad_gates, grad_cx, grad_bias)
 
 
-def nonfinite_mask(grad_hy, grad_cy, cx, cy, gates):
+def nonfinite_mask(grad_hy: Any, grad_cy: Any, cx: Any, cy: Any, gates: Any) -> LSTMCellGradients:
     """Mark the elements that are NaN under the operator's rule, because an input that they read is Inf or NaN.
 
     Parameters
@@ -259,7 +293,9 @@ def nonfinite_mask(grad_hy, grad_cy, cx, cy, gates):
     return LSTMCellGradients(in_gates, nan["grad_cx"], in_gates.any(axis=0))
 
 
-def scales(grad_hy, grad_cy, cx, cy, gates, dtype=np.float64):
+def scales(
+    grad_hy: Any, grad_cy: Any, cx: Any, cy: Any, gates: Any, dtype: DTypeLike = np.float64
+) -> LSTMCellGradients:
     """Return what an element's error is measured against: its size, were it not for cancellation in `total`.
 
     Parameters
@@ -288,7 +324,9 @@ def scales(grad_hy, grad_cy, cx, cy, gates, dtype=np.float64):
         return LSTMCellGradients(grad_gates, total * np.abs(f), grad_gates.sum(axis=0))
 
 
-def in_range(grad_hy, grad_cy, cx, cy, gates, dtype=None):
+def in_range(
+    grad_hy: Any, grad_cy: Any, cx: Any, cy: Any, gates: Any, dtype: DTypeLike | None = None
+) -> LSTMCellGradients:
     """Mark the elements for which the bounds are promised.
 
     Parameters
@@ -358,7 +396,7 @@ def in_range(grad_hy, grad_cy, cx, cy, gates, dtype=None):
         return LSTMCellGradients(good_gates, good_cx, good_gates.all(axis=0) & (sums <= last))
 
 
-def exact_column_sums(terms):
+def exact_column_sums(terms: Any) -> tuple[Array, Array]:
     """Sum over the rows, giving a rounded float64 and what rounding cut off.
 
     Parameters
@@ -391,7 +429,7 @@ def exact_column_sums(terms):
     return high[0], low[0]
 
 
-def bounds(dtype):
+def bounds(dtype: DTypeLike) -> Units:
     """Return the largest errors that the package allows itself on inputs that are `in_range`.
 
     Parameters
@@ -400,7 +438,7 @@ def bounds(dtype):
 
     Returns
     -------
-    LSTMCellGradients
+    Units
         For float32 and float64 8 units for grad_gates and grad_cx, and 2 for grad_bias; for float16 and bfloat16 0.51
         (0.5 is perfect rounding), and 1 for grad_bias, whose error is given as a share of its bound there.
 
@@ -409,25 +447,34 @@ def bounds(dtype):
     Ordinary data stays below 4 units; tools/search_worst_error.py finds inputs that reach 6.1.
     """
     if np.dtype(dtype).itemsize == 2:
-        return LSTMCellGradients(0.51, 0.51, 1.0)
-    return LSTMCellGradients(8.0, 8.0, 2.0)
+        return Units(0.51, 0.51, 1.0)
+    return Units(8.0, 8.0, 2.0)
 
 
-def distance(result, exact, exact_low, wide):
+def distance(result: Array, exact: Any, exact_low: Any, wide: DTypeLike) -> Array:
     """Return |result - (exact + exact_low)|; equal infinities are 0 apart."""
     result = np.asarray(result).astype(wide)
     difference = np.where(result == exact, 0, result - exact)
     return np.abs(difference if exact_low is None else difference - exact_low)
 
 
-def quotient(error, unit):
+def quotient(error: Array, unit: Array) -> Array:
     """Divide, where 0 / 0 is 0 and NaN (a result that is NaN and should not be) is Inf."""
     with np.errstate(all="ignore"):
         units = np.where(error == 0, 0, error / unit)
     return np.where(np.isnan(units), np.inf, units)
 
 
-def errors_in_units(gradients, grad_hy, grad_cy, cx, cy, gates, exact=None, exact_low=None):
+def errors_in_units(
+    gradients: LSTMCellGradients,
+    grad_hy: Any,
+    grad_cy: Any,
+    cx: Any,
+    cy: Any,
+    gates: Any,
+    exact: LSTMCellGradients | None = None,
+    exact_low: LSTMCellGradients | None = None,
+) -> LSTMCellGradients:
     """Measure the error of every element of a result, in the units in which `bounds` are given.
 
     Parameters
@@ -478,7 +525,16 @@ def errors_in_units(gradients, grad_hy, grad_cy, cx, cy, gates, exact=None, exac
     )
 
 
-def error_in_units(gradients, grad_hy, grad_cy, cx, cy, gates, exact=None, exact_low=None):
+def error_in_units(
+    gradients: LSTMCellGradients,
+    grad_hy: Any,
+    grad_cy: Any,
+    cx: Any,
+    cy: Any,
+    gates: Any,
+    exact: LSTMCellGradients | None = None,
+    exact_low: LSTMCellGradients | None = None,
+) -> Units:
     """Find the largest error of a result, in the units in which `bounds` are given.
 
     Parameters
@@ -488,9 +544,10 @@ def error_in_units(gradients, grad_hy, grad_cy, cx, cy, gates, exact=None, exact
 
     Returns
     -------
-    LSTMCellGradients
-        Three floats: the largest element of each array that `errors_in_units` returns; 0 for an empty one, None where
+    Units
+        The largest element of each array that `errors_in_units` returns; 0 for an empty one, None where
         there is no bias.
     """
     units = errors_in_units(gradients, grad_hy, grad_cy, cx, cy, gates, exact, exact_low)
-    return LSTMCellGradients(*(None if u is None else float(u.max(initial=0)) for u in units))
+    largest = [None if u is None else float(u.max(initial=0)) for u in units]
+    return Units(*largest)

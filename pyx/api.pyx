@@ -11,7 +11,7 @@ from cpython.object cimport PyObject, PyTypeObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free, getenv, malloc
-from libc.string cimport memcpy, memset
+from libc.string cimport memcpy
 
 from lstmcell_bwd._arguments cimport (
     Arguments, check_arguments, checked_storage, nonfinite_is_nan, thread_count,
@@ -234,7 +234,8 @@ cdef object allocate(int axes, Py_ssize_t rows, Py_ssize_t columns, object dtype
     size += ALIGNMENT
     block = cnp.PyArray_EMPTY(1, &size, cnp.NPY_UINT8, 0)
     data = <char*>((<uintptr_t>cnp.PyArray_DATA(block) + ALIGNMENT - 1) & ~<uintptr_t>(ALIGNMENT - 1))
-    array = PyArray_NewFromDescr(&PyArray_Type, <cnp.PyArray_Descr*>dtype, axes, dims, NULL, data, NPY_ARRAY_CARRAY, NULL)
+    array = PyArray_NewFromDescr(&PyArray_Type, <cnp.PyArray_Descr*>dtype, axes, dims, NULL, data, NPY_ARRAY_CARRAY,
+                                 NULL)
     cnp.set_array_base(array, block)
     return array
 

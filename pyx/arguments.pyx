@@ -12,7 +12,6 @@ import numpy as np
 
 cimport cython
 cimport numpy as cnp
-from cpython.object cimport PyObject
 
 from lstmcell_bwd.errors import InvalidParameterError, NullPointerError, UnsupportedDtypeError
 
@@ -166,7 +165,8 @@ cdef bint overlaps_itself(cnp.ndarray array) noexcept:
     cdef Py_ssize_t count, count_far, stride, stride_far, step, away, nearest
     if cnp.PyArray_SIZE(array) < 2:
         return False
-    stride, count = abs(cnp.PyArray_STRIDE(array, cnp.PyArray_NDIM(array) - 1)), cnp.PyArray_DIM(array, cnp.PyArray_NDIM(array) - 1)
+    stride = abs(cnp.PyArray_STRIDE(array, cnp.PyArray_NDIM(array) - 1))
+    count = cnp.PyArray_DIM(array, cnp.PyArray_NDIM(array) - 1)
     stride_far, count_far = 0, 1
     if cnp.PyArray_NDIM(array) == 2:
         stride_far, count_far = abs(cnp.PyArray_STRIDE(array, 0)), cnp.PyArray_DIM(array, 0)

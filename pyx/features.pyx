@@ -161,4 +161,3 @@ def build_info():
         "cython": ".".join(str(int(CYTHON_HEX, 16) >> shift & 255) for shift in (24, 16, 8)),
         "openmp": _OPENMP,
     }
-

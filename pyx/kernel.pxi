@@ -114,7 +114,7 @@ cdef extern from *:
     const uint64_t FAST_LIMIT_F64
 
 
-# ---- scalar formulas ------------------------------------------------------------------------------------------
+# ---- scalar formulas --------------------------------------------------------------------------------------------
 
 cdef inline real_t magic(real_t one) noexcept nogil:
     """Adding it rounds to an integer, which the last bits of the sum then hold: 1.5 * 2^(digits - 1)."""
@@ -260,7 +260,8 @@ cdef inline void split_row(real_t one, Py_ssize_t count,
         scale[j] = b
 
 
-cdef inline void exponential_row(real_t one, Py_ssize_t count, row_t r) noexcept nogil:                             # INOUT
+cdef inline void exponential_row(real_t one, Py_ssize_t count,
+                                 row_t r) noexcept nogil:                                                    # INOUT
     cdef Py_ssize_t j
     for j in range(count):
         r[j] = exponential_minus_one(<real_t>r[j])
@@ -409,7 +410,7 @@ cdef void add_wide(bint pairs, Py_ssize_t count,
         left[j] = total
 
 
-# ---- into and out of a tile ---------------------------------------------------------------------------------------
+# ---- into and out of a tile -------------------------------------------------------------------------------------
 
 cdef void pack_row(real_t one, const Plane* plane, Storage storage, Py_ssize_t row, Py_ssize_t column,
                    Py_ssize_t count,                                                                         # IN
@@ -624,10 +625,10 @@ cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* 
                         <row_t>target[3][k], sums + k * call.strip, sums + (GATES + k) * call.strip)
 
 
-# ---- leaves, tree and threads -----------------------------------------------------------------------------------------
+# ---- leaves, tree and threads -----------------------------------------------------------------------------------
 
 cdef inline int node_level(Py_ssize_t first_leaf, Py_ssize_t end_leaf, int most) noexcept nogil:
-    """Level of the largest complete node, of at most level `most`, that begins at `first_leaf` and ends by `end_leaf`."""
+    """Level of the largest complete node, at most level `most`, that begins at `first_leaf` and ends by `end_leaf`."""
     cdef int level = 0
     while (level < most and (first_leaf >> level) & 1 == 0
            and first_leaf + (<Py_ssize_t>2 << level) <= end_leaf):
@@ -916,7 +917,7 @@ cdef void run(Call* call) noexcept nogil:
     fp_state_leave(before)
 
 
-# ---- what the module publishes ------------------------------------------------------------------------------------------
+# ---- what the module publishes ----------------------------------------------------------------------------------
 
 cdef extern from *:
     """

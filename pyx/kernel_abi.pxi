@@ -31,7 +31,7 @@ ctypedef struct Plane:
     Py_ssize_t row_stride
     Py_ssize_t column_stride
     bint swapped                  # the elements have the other byte order
-    bint blocked                  # rows lie closer than columns (a transposed array): read in blocks, column by column
+    bint blocked                  # rows lie closer than columns (a transposed array): read a column at a time
     bint direct                   # rows can be read or written where they lie: arithmetic type, unit column stride
 
 # A run of complete nodes of the bias tree: level k holds the leaves [index << k, (index + 1) << k).
@@ -76,4 +76,5 @@ ctypedef struct KernelTable:
     void (*plan)(Call* call) noexcept nogil
     void (*run)(Call* call) noexcept nogil
     void (*merge_nodes)(bint pairs, Py_ssize_t count, double* left, const double* right) noexcept nogil
-    void (*round_bias)(Storage storage, Py_ssize_t count, const double* root, char* bias, Py_ssize_t stride) noexcept nogil
+    void (*round_bias)(Storage storage, Py_ssize_t count, const double* root, char* bias,
+                       Py_ssize_t stride) noexcept nogil

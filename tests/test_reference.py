@@ -233,7 +233,7 @@ def test_nonfinite_rule(name, value):
 
 
 def test_plain_arithmetic_keeps_what_is_finite():
-    """cy = Inf saturates: t = 1 and s = 0."""
+    """An infinite cy saturates: t = 1 and s = 0."""
     inputs = make_inputs(1, 1, np.float64)._replace(cy=np.array([[math.inf]]))
     result = reference.lstm_cell_backward(*inputs, nonfinite="ieee")
     o = inputs.gates[0, 3]

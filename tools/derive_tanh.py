@@ -228,7 +228,8 @@ def remez(samples, fixed, degree):
         positive = error > 0
         runs = np.split(np.arange(len(r)), np.flatnonzero(positive[1:] != positive[:-1]) + 1)
         reference = thin_out([max(run, key=lambda j: abs(error[j])) for run in runs], error, free + 1)
-    raise RuntimeError(f"the exchange did not converge (degree {degree}, {k} fixed)")
+    msg = f"the exchange did not converge (degree {degree}, {k} fixed)"
+    raise RuntimeError(msg)
 
 
 def fit_q(fmt, degree):
