@@ -12,7 +12,7 @@ import numpy as np
 __all__ = ["DTYPES", "KINDS", "Inputs", "inputs", "numpy_backward", "outputs"]
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-KINDS = ("ordinary", "nan", "subnormal", "large_cell")
+KINDS = ("ordinary", "nan", "subnormal", "large_cell", "saturated")
 SEED = 20240229
 
 
@@ -44,7 +44,8 @@ def inputs(batch: int, hidden: int, dtype: str = "float32", kind: str = "ordinar
         One of `DTYPES`; bfloat16 needs ml_dtypes.
     kind : str
         "ordinary"; "nan": one NaN in every row of grad_hy; "subnormal": gradients so small that every product with
-        them is a subnormal number; "large_cell": |cy| of 50, where exp(-2|cy|) is subnormal in float32.
+        them is a subnormal number; "large_cell": |cy| of 50, where exp(-2|cy|) is subnormal in float32; "saturated":
+        |cy| from 9 to 20, where 1 - tanh(cy)^2 by subtraction has no digits left in float32.
 
     Raises
     ------
@@ -75,6 +76,8 @@ def inputs(batch: int, hidden: int, dtype: str = "float32", kind: str = "ordinar
         grad_hy[np.arange(batch), rng.integers(0, hidden, batch)] = np.nan
     if kind == "large_cell":
         cy = np.where(cy < 0, np.float32(-50), np.float32(50))
+    if kind == "saturated":
+        cy = np.copysign(rng.uniform(9, 20, cy.shape), cy)
     target = _dtype(dtype)
     arrays = [array.astype(target) for array in (grad_hy, grad_cy, cx, cy, gates)]
     if kind == "subnormal":

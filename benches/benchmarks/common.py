@@ -39,7 +39,6 @@ def shape(size: str) -> tuple[int, int]:
     return int(batch), int(hidden)
 
 
-@functools.lru_cache(maxsize=1)
 def arrays(size: str, dtype: str = "float32", kind: str = "ordinary"):
     """Make inputs and outputs of a size; asv calls `setup` before each sample, and one set serves them all."""
     if dtype == "bfloat16":
@@ -48,6 +47,11 @@ def arrays(size: str, dtype: str = "float32", kind: str = "ordinary"):
         except ImportError:
             msg = "ml_dtypes is not installed"
             raise SkipNotImplemented(msg) from None
+    return _arrays(size, dtype, kind)
+
+
+@functools.lru_cache(maxsize=1)
+def _arrays(size, dtype, kind):
     return data.inputs(*shape(size), dtype, kind), data.outputs(*shape(size), dtype)
 
 

@@ -10,7 +10,7 @@ from .common import DTYPES, SIZES, THREADS, SkipNotImplemented, arrays, prepared
 class Error:
     """The largest error in units, as lstmcell_bwd.reference measures it; 0.5 is perfect rounding."""
 
-    params = (DTYPES, ("ordinary", "large_cell"), ("grad_gates", "grad_cx", "grad_bias"))
+    params = (DTYPES, ("ordinary", "saturated"), ("grad_gates", "grad_cx", "grad_bias"))
     param_names = ("dtype", "values", "output")
     unit = "units"
 

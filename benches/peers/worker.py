@@ -1,0 +1,79 @@
+"""One contender in a process of its own. Started by `run`; takes turns on request.
+
+Requests and answers are JSON, one a line. {"size": [N, H], "threads": T} prepares and checks the contender and is
+answered with the names of what can take turns; {"turn": NAME} is answered with the turn's median in seconds. Anything
+that goes wrong is answered with {"error": ...}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from importlib import metadata
+
+import numpy as np
+
+from benches import data, measure
+from benches.peers.contenders import CONTENDERS, VERSIONS_OF
+
+__all__ = ["check", "serve"]
+
+# Others lose digits that this package keeps; what is looked for here is another formula, order or a missing output.
+TOLERANCE = 1e-3
+
+
+def check(results, inputs) -> None:
+    """Raise unless results agree with the operator in float64, to a thousandth of each output's largest element."""
+    wide = data.Inputs(*(array.astype(np.float64) for array in inputs))
+    for name, value, exact in zip(
+        ("grad_gates", "grad_cx", "grad_bias"), results, data.numpy_backward(*wide), strict=True
+    ):
+        if value is None:
+            continue
+        error = np.abs(np.asarray(value, np.float64) - exact).max() / np.abs(exact).max()
+        if value.shape != exact.shape or not error <= TOLERANCE:
+            msg = f"`{name}` must be the operator's within {TOLERANCE}, got an error of {error:.3g}"
+            raise ValueError(msg)
+
+
+def prepare(name, size, threads):
+    """Prepare a contender on the data of a size: its turns, after one checked run of each."""
+    inputs = data.inputs(*size)
+    runs, results = CONTENDERS[name](inputs, threads)
+    for run in runs.values():
+        run(1)
+        if results is not None:
+            check(results(), inputs)
+    return {label: measure.turn(run) for label, run in runs.items()}
+
+
+def serve(name, requests, answer) -> None:
+    """Answer requests until there are no more."""
+    turns = {}
+    for line in requests:
+        request = json.loads(line)
+        try:
+            if "turn" in request:
+                answer({"seconds": turns[request["turn"]]()})
+            else:
+                turns = {}
+                turns = prepare(name, request["size"], request["threads"])
+                versions = {package: metadata.version(package) for package in VERSIONS_OF[name]}
+                answer({"turns": list(turns), "versions": versions})
+        except Exception as error:
+            traceback.print_exc()
+            answer({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+
+
+def main() -> None:
+    """Serve the contender named on the command line over standard input and output."""
+    # What a library prints must not reach the answers.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    serve(sys.argv[1], sys.stdin, lambda reply: print(json.dumps(reply), file=answers))
+
+
+if __name__ == "__main__":
+    main()
