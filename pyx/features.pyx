@@ -16,11 +16,16 @@ cdef extern from *:
     #include <stdint.h>
 
     #if defined(__x86_64__)
+    #include <cpuid.h>
     /* GCC's and Clang's own detection; it includes the operating system's support for the wide registers. Asked for are
-     * exactly the features whose flags the stubs are compiled with. */
+     * exactly the features whose flags the stubs are compiled with. Clang's detection does not know F16C. */
+    static int lstmcell_has_f16c(void) {
+        unsigned a, b, c, d;
+        return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+    }
     static int lstmcell_runs_avx2(void) {
         __builtin_cpu_init();
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+        return __builtin_cpu_supports("avx2") && lstmcell_has_f16c();
     }
     static int lstmcell_runs_avx512(void) {
         return lstmcell_runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")

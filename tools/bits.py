@@ -1,0 +1,93 @@
+"""Print the bits that the installed package computes, for comparison between machines.
+
+    python tools/bits.py [--isa LEVEL] > here.txt
+
+One line for each dtype and kind of input: the number of elements, a digest of the inputs and a digest of each output.
+Two machines agree when their lines are equal; the first line, which names the machine, is a comment. The inputs are
+made from integers by exact operations alone, so that no mathematical library has a say in them.
+"""
+
+import argparse
+import hashlib
+import platform
+
+import numpy as np
+
+import lstmcell_bwd
+
+BATCH, HIDDEN = 67, 75  # three leaves, an odd number of columns; 5025 elements of grad_cx, 20100 of grad_gates
+KINDS = ("ordinary", "saturated", "any bits")
+
+
+def dtypes():
+    """Return the dtypes to compute with; bfloat16 where ml_dtypes is installed."""
+    found = [np.dtype(name) for name in ("float32", "float64", "float16")]
+    try:
+        import ml_dtypes
+    except ModuleNotFoundError:
+        return found
+    return [*found, np.dtype(ml_dtypes.bfloat16)]
+
+
+def make_inputs(dtype, kind, seed):
+    """Make grad_hy, grad_cy, cx, cy and gates.
+
+    Parameters
+    ----------
+    dtype : dtype
+    kind : {"ordinary", "saturated", "any bits"}
+        As a forward pass leaves them; with |cy| up to 60 and gradients from 2^-12 to 2^12; any pattern of bits there is,
+        Inf, NaN and subnormal numbers included.
+    seed : int
+
+    Returns
+    -------
+    list of ndarray
+    """
+    random = np.random.Generator(np.random.PCG64(seed))
+    shapes = [(BATCH, HIDDEN)] * 4 + [(BATCH, 4 * HIDDEN)]
+    if kind == "any bits":
+        arrays = [random.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype)[..., 0] for shape in shapes]
+        for array in arrays:
+            array[random.random(array.shape) < 1 / 64] = np.inf
+            array[random.random(array.shape) < 1 / 64] = -np.inf
+        return arrays
+    arrays = [random.random(shape) * 4 - 2 for shape in shapes]
+    if kind == "saturated":
+        arrays[0] *= np.ldexp(1.0, random.integers(-12, 13, shapes[0]))
+        arrays[1] *= np.ldexp(1.0, random.integers(-12, 13, shapes[1]))
+        arrays[3] *= 30
+    gates = arrays[4] / 4 + 0.5
+    gates[:, 2 * HIDDEN : 3 * HIDDEN] = gates[:, 2 * HIDDEN : 3 * HIDDEN] * 2 - 1
+    return [array.astype(dtype) for array in (*arrays[:4], gates)]
+
+
+def digest(*arrays):
+    """Return a digest of the arrays' bits, in which every NaN is the same."""
+    total = hashlib.sha256()
+    for array in arrays:
+        unsigned = array.view(f"u{array.dtype.itemsize}").copy()
+        unsigned[np.isnan(array)] = np.iinfo(unsigned.dtype).max
+        total.update(unsigned.tobytes())
+    return total.hexdigest()[:16]
+
+
+def main():
+    """Print one line for each dtype and kind of input."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--isa", default="auto", help="instruction set, or auto")
+    np.seterr(invalid="ignore")  # ml_dtypes' isnan sets the flag on a signalling NaN
+    lstmcell_bwd.use_isa(parser.parse_args().isa)
+    print(f"# {platform.machine()}, {lstmcell_bwd.get_isa()}, NumPy {np.__version__}")
+    for dtype in dtypes():
+        for kind in KINDS:
+            for nonfinite in ("nan", "ieee"):
+                inputs = make_inputs(dtype, kind, seed=20)
+                result = lstmcell_bwd.lstm_cell_backward(*inputs, nonfinite=nonfinite, num_threads=2)
+                names = [f"{name}={digest(array)}" for name, array in result._asdict().items()]
+                elements = sum(array.size for array in result)
+                print(dtype.name, kind, nonfinite, f"{elements} elements", f"inputs={digest(*inputs)}", *names, sep="; ")
+
+
+if __name__ == "__main__":
+    main()
