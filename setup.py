@@ -70,7 +70,7 @@ class BuildExtensions(build_ext):
     """build_ext that adds OpenMP where the probe finds it to work."""
 
     def build_extensions(self):
-        """Builds all extensions, with OpenMP or with a warning."""
+        """Build all extensions, with OpenMP or with a warning."""
         if openmp_works(self.compiler):
             for extension in self.extensions:
                 extension.extra_compile_args.append("-fopenmp")

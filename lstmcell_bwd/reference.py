@@ -27,8 +27,6 @@ from lstmcell_bwd._types import LSTMCellGradients
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
-    Array = NDArray[Any]
-
 __all__ = [
     "READS",
     "Limits",
@@ -125,7 +123,7 @@ def wide_dtype(dtype: DTypeLike) -> np.dtype[Any]:
 
 def checked_arrays(
     grad_hy: Any, grad_cy: Any, cx: Any, cy: Any, gates: Any, dtype: DTypeLike
-) -> tuple[Array, Array, Array, Array, Array]:
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Return the five inputs in the working precision, a missing gradient as zeros."""
     for name, value in (("cx", cx), ("cy", cy), ("gates", gates)):
         if value is None:
@@ -144,20 +142,20 @@ def checked_arrays(
     return grad_hy, grad_cy, cx, cy, gates
 
 
-def check_shape(name: str, array: Array, state: tuple[int, ...], blocks: int) -> None:
+def check_shape(name: str, array: NDArray[Any], state: tuple[int, ...], blocks: int) -> None:
     """Raise unless an array has the shape (N, blocks * H), where `state` is (N, H), the shape of `cx`."""
     wanted = (state[0], blocks * state[1])
     if array.shape != wanted:
         raise wrong_shape(name, "(N, 4*H)" if blocks == 4 else "(N, H)", wanted, "cx", state, array.shape)
 
 
-def sigmoid(a: Array) -> Any:
+def sigmoid(a: NDArray[Any]) -> Any:
     """Return 1 / (1 + exp(-a)) without overflow, accurate at both ends."""
     e = np.exp(-np.abs(a))
     return np.where(a >= 0, 1, e) / (1 + e)
 
 
-def tanh_and_slope(cy: Any) -> tuple[Array, Array, Array]:
+def tanh_and_slope(cy: Any) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Return tanh(cy), 1 - tanh(cy)**2 and E = exp(-2 |cy|), with every digit at any cy.
 
     tanh|x| = (1 - E) / (1 + E) = -expm1(-2|x|) / (1 + E), and 1 - tanh(x)**2 = 4 E / (1 + E)**2.
@@ -169,7 +167,7 @@ def tanh_and_slope(cy: Any) -> tuple[Array, Array, Array]:
 
 def lstm_cell_forward(
     input_gates: Any, hidden_gates: Any, cx: Any, input_bias: Any = None, hidden_bias: Any = None
-) -> tuple[Array, Array, Array]:
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Compute the forward pass of an LSTM cell from its two matrix products, in float64.
 
     Parameters
@@ -396,7 +394,7 @@ def in_range(
         return LSTMCellGradients(good_gates, good_cx, good_gates.all(axis=0) & (sums <= last))
 
 
-def exact_column_sums(terms: Any) -> tuple[Array, Array]:
+def exact_column_sums(terms: Any) -> tuple[NDArray[Any], NDArray[Any]]:
     """Sum over the rows, giving a rounded float64 and what rounding cut off.
 
     Parameters
@@ -451,14 +449,14 @@ def bounds(dtype: DTypeLike) -> Units:
     return Units(8.0, 8.0, 2.0)
 
 
-def distance(result: Array, exact: Any, exact_low: Any, wide: DTypeLike) -> Array:
+def distance(result: NDArray[Any], exact: Any, exact_low: Any, wide: DTypeLike) -> NDArray[Any]:
     """Return |result - (exact + exact_low)|; equal infinities are 0 apart."""
     result = np.asarray(result).astype(wide)
     difference = np.where(result == exact, 0, result - exact)
     return np.abs(difference if exact_low is None else difference - exact_low)
 
 
-def quotient(error: Array, unit: Array) -> Array:
+def quotient(error: NDArray[Any], unit: NDArray[Any]) -> NDArray[Any]:
     """Divide, where 0 / 0 is 0 and NaN (a result that is NaN and should not be) is Inf."""
     with np.errstate(all="ignore"):
         units = np.where(error == 0, 0, error / unit)
