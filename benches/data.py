@@ -9,11 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benches import read
+
 __all__ = ["DTYPES", "KINDS", "Inputs", "inputs", "numpy_backward", "outputs"]
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 KINDS = ("ordinary", "nan", "subnormal", "large_cell", "saturated")
 SEED = 20240229
+
+# The operator as one writes it in NumPy; takes the five inputs and `out`, as (grad_gates, grad_cx, grad_bias).
+numpy_backward = read("_expression").numpy_backward
 
 
 class Inputs(NamedTuple):
@@ -93,34 +98,3 @@ def outputs(batch: int, hidden: int, dtype: str = "float32") -> tuple[np.ndarray
     shapes = ((batch, 4 * hidden), (batch, hidden), (4 * hidden,))
     grad_gates, grad_cx, grad_bias = (np.ones(shape, _dtype(dtype)) for shape in shapes)
     return grad_gates, grad_cx, grad_bias
-
-
-def numpy_backward(grad_hy, grad_cy, cx, cy, gates, out=None):
-    """Compute the operator as one writes it in NumPy, in the dtype of the arrays.
-
-    Parameters
-    ----------
-    grad_hy, grad_cy, cx, cy : ndarray, shape (N, H)
-    gates : ndarray, shape (N, 4*H)
-    out : tuple of ndarray, optional
-        (grad_gates, grad_cx, grad_bias)
-
-    Returns
-    -------
-    tuple of ndarray
-        grad_gates (N, 4*H), grad_cx (N, H), grad_bias (4*H,)
-    """
-    if out is None:
-        out = (np.empty_like(gates), np.empty_like(cx), np.empty(gates.shape[1], gates.dtype))
-    grad_gates, grad_cx, grad_bias = out
-    i, f, g, o = np.split(gates, 4, axis=1)
-    d_i, d_f, d_g, d_o = np.split(grad_gates, 4, axis=1)
-    t = np.tanh(cy)
-    total = grad_hy * o * (1 - t * t) + grad_cy
-    np.multiply(total, f, out=grad_cx)
-    np.multiply(total * g, i * (1 - i), out=d_i)
-    np.multiply(total * cx, f * (1 - f), out=d_f)
-    np.multiply(total * i, 1 - g * g, out=d_g)
-    np.multiply(grad_hy * t, o * (1 - o), out=d_o)
-    np.sum(grad_gates, axis=0, out=grad_bias)
-    return out

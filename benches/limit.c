@@ -167,11 +167,11 @@ void same_bytes_move(const arrays_t *m, int shape, int streaming, int threads, i
     }
 }
 
-/* Whether the CPU and the operating system run code that was compiled with -mavx2. */
-int same_bytes_runs_avx2(void) {
+/* The highest level that the CPU and the operating system run: 0 none, 1 -mavx2, 2 -mavx512f. */
+int same_bytes_level(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") != 0;
+    return __builtin_cpu_supports("avx512f") ? 2 : __builtin_cpu_supports("avx2") ? 1 : 0;
 #else
     return 0;
 #endif

@@ -10,7 +10,7 @@
     measured.ratio("lstmcell_bwd", *variants)         # time over the limit
 
 The C source is compiled by the system's compiler when it is first needed and kept under build/benches, once for any CPU
-and once with -mavx2; the second is taken where the CPU runs it. `python -m benches.limit` builds and times it.
+and once more for the best instruction set that this one runs. `python -m benches.limit` builds and times it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ __all__ = ["PLANES", "VARIANTS", "LimitUnavailableError", "contenders", "instruc
 
 SOURCE = Path(__file__).with_name("limit.c")
 FLAGS = ["-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC"]
+LEVEL_FLAGS = {"avx2": ["-mavx2"], "avx512": ["-mavx512f", "-mprefer-vector-width=512"]}
 # Eight planes [N, H] are read and five are written.
 PLANES = 13
 
@@ -87,8 +88,10 @@ def _compiled(flags: list[str]) -> Path:
 def _library() -> tuple[ctypes.CDLL, str]:
     """Load the library for this CPU, with the name of its instruction set."""
     library, isa = ctypes.CDLL(str(_compiled([]))), "baseline"
-    if library.same_bytes_runs_avx2():
-        library, isa = ctypes.CDLL(str(_compiled(["-mavx2"]))), "avx2"
+    level = library.same_bytes_level()
+    if level > 0:
+        isa = ("avx2", "avx512")[level - 1]
+        library = ctypes.CDLL(str(_compiled(LEVEL_FLAGS[isa])))
     library.same_bytes_move.argtypes = [
         ctypes.POINTER(_Arrays),
         ctypes.c_int,
@@ -101,7 +104,7 @@ def _library() -> tuple[ctypes.CDLL, str]:
 
 
 def instruction_set() -> str:
-    """Return the instruction set that the limit uses here, "avx2" or "baseline"."""
+    """Return the instruction set that the limit uses here: "baseline", "avx2" or "avx512"."""
     return _library()[1]
 
 

@@ -28,7 +28,7 @@ class Grid:
 class InstructionSets:
     """The same calls with each instruction set, chosen in one process."""
 
-    params = (("32x128", "256x1024", "4096x1024"), ("float32", "float16"), ("baseline", "avx2"))
+    params = (("32x128", "256x1024", "4096x1024"), ("float32", "float16"), ("baseline", "avx2", "avx512"))
     param_names = ("size", "dtype", "isa")
     rounds = 1
     repeat = (3, 10, 0.5)
