@@ -36,7 +36,7 @@ def make_inputs(dtype, kind, seed):
     ----------
     dtype : dtype
     kind : {"ordinary", "saturated", "any bits"}
-        As a forward pass leaves them; with |cy| up to 60 and gradients from 2^-12 to 2^12; any pattern of bits there is,
+        As a forward pass leaves them; with |cy| up to 60 and gradients from 2^-12 to 2^12; any bits there are,
         Inf, NaN and subnormal numbers included.
     seed : int
 
@@ -86,7 +86,8 @@ def main():
                 result = lstmcell_bwd.lstm_cell_backward(*inputs, nonfinite=nonfinite, num_threads=2)
                 names = [f"{name}={digest(array)}" for name, array in result._asdict().items()]
                 elements = sum(array.size for array in result)
-                print(dtype.name, kind, nonfinite, f"{elements} elements", f"inputs={digest(*inputs)}", *names, sep="; ")
+                read = f"inputs={digest(*inputs)}"
+                print(dtype.name, kind, nonfinite, f"{elements} elements", read, *names, sep="; ")
 
 
 if __name__ == "__main__":

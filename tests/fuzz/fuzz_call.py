@@ -1,0 +1,218 @@
+"""Coverage-guided fuzzing of the argument checks and the kernel (run by tools/fuzz.sh).
+
+Each input of the fuzzer is read as one call: shapes, layouts, dtypes, missing gradients, special values, outputs and
+their overlap with inputs, threads and instruction set, sometimes with an argument spoilt. Then
+
+- a call either succeeds or raises an error of the package's own family;
+- the bits are those of the contiguous call on one thread with the baseline kernel;
+- no byte outside the outputs is written, none of the inputs' either, and where a call is refused none at all.
+
+With modules that are built with AddressSanitizer and UndefinedBehaviorSanitizer their findings end the run, too.
+"""
+
+import sys
+
+import atheris
+import ml_dtypes
+import numpy as np
+
+import lstmcell_bwd
+from lstmcell_bwd import _api, _features
+
+DTYPES = [np.dtype(kind) for kind in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)]
+WRONG_DTYPES = [np.dtype(kind) for kind in ("int32", "complex64", "bool", "O", "S3", "longdouble", "M8[s]", "V4")]
+ISAS = [isa for isa in _api.built_isas() if isa in _features.runnable_isas()]
+SIZES = [0, 1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 65, 127, 129, 520]
+LAYOUTS = ("plain", "fortran", "rows back", "columns back", "wide rows", "every third column", "odd stride", "records")
+GUARD = 0xA5
+
+
+class Reader:
+    """The fuzzer's bytes as choices; past the end it chooses the first."""
+
+    def __init__(self, data):
+        self.data, self.place = data, 0
+
+    def byte(self):
+        self.place += 1
+        return self.data[self.place - 1] if self.place <= len(self.data) else 0
+
+    def choose(self, choices):
+        return choices[self.byte() % len(choices)]
+
+    def seldom(self):
+        return self.byte() >= 0xF0
+
+
+def strides_of(layout, rows, columns, size):
+    """Return the row and column stride in bytes."""
+    return {
+        "plain": (columns * size, size),
+        "fortran": (size, rows * size),
+        "rows back": (-columns * size, size),
+        "columns back": (columns * size, -size),
+        "wide rows": ((columns + 7) * size, size),
+        "every third column": (3 * columns * size, 3 * size),
+        "odd stride": (columns * size + 1, size),
+        "records": (columns * (size + 3), size + 3),
+    }[layout]
+
+
+class Guarded:
+    """An array of some layout in a buffer whose other bytes are watched."""
+
+    def __init__(self, reader, shape, dtype, values=None):
+        rows, columns = shape if len(shape) == 2 else (1, *shape)
+        strides = strides_of(reader.choose(LAYOUTS), rows, columns, dtype.itemsize)
+        reaches = [max(0, count - 1) * stride for count, stride in zip((rows, columns), strides, strict=True)]
+        start = 64 + reader.byte() % 64 - sum(min(0, reach) for reach in reaches)
+        size = start + sum(max(0, reach) for reach in reaches) + dtype.itemsize + 64
+        self.buffer = np.full(size, GUARD, np.uint8)
+        self.array = np.ndarray(shape, dtype, self.buffer, start, strides[2 - len(shape) :])
+        elements = np.zeros(size, bool)
+        np.ndarray((*shape, dtype.itemsize), bool, elements, start, (*strides[2 - len(shape) :], 1))[...] = True
+        self.outside = ~elements
+        if values is not None:
+            self.array[...] = values
+        self.before = self.buffer.copy()
+
+    def guards_intact(self):
+        return bool((self.buffer[self.outside] == GUARD).all())
+
+    def unchanged(self):
+        return np.array_equal(self.buffer, self.before)
+
+
+def values_of(reader, shape, dtype):
+    """Make values in the ordinary range, a few of them special: any pattern of bits."""
+    random = np.random.Generator(np.random.PCG64(reader.byte()))
+    values = (random.random(shape) * reader.choose([1, 2, 60, 800]) - reader.choose([0, 0.5, 1, 30])).astype(dtype)
+    for _ in range(reader.byte() % 4 if values.size else 0):
+        pattern = bytes(reader.byte() for _ in range(dtype.itemsize))
+        values.flat[(reader.byte() * 257 + reader.byte()) % values.size] = np.frombuffer(pattern, dtype)[0]
+    return values
+
+
+def spoil(reader, array):
+    """Return something that may not be an argument."""
+    return reader.choose(
+        [
+            lambda: None,
+            lambda: "text",
+            lambda: object(),
+            lambda: np.ma.masked_array(array),
+            lambda: array[..., :-1],
+            lambda: array[None],
+            lambda: array[0] if len(array) else array,
+            lambda: array.T,
+            lambda: np.zeros(array.shape, reader.choose(WRONG_DTYPES)),
+            lambda: np.zeros(array.shape, reader.choose(DTYPES)),
+            lambda: np.broadcast_to(array[:1], array.shape) if len(array) else array,
+        ]
+    )()
+
+
+def bits(array):
+    """Return the bits of an array; every NaN is the same."""
+    array = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("="))
+    unsigned = array.view(f"u{array.dtype.itemsize}").copy()
+    unsigned[np.isnan(array)] = np.iinfo(unsigned.dtype).max
+    return unsigned
+
+
+def expected_of(arguments, has_bias, nonfinite):
+    """Compute the call on copies: contiguous, native byte order, one thread, baseline."""
+    copies = [None if x is None else np.array(x, x.dtype.newbyteorder("="), order="C") for x in arguments]
+    lstmcell_bwd.use_isa("baseline")
+    return lstmcell_bwd.lstm_cell_backward(*copies, has_bias, nonfinite=nonfinite, num_threads=1)
+
+
+def one_call(data):
+    """Read one call from the fuzzer's bytes, make it, and check what it did."""
+    reader = Reader(data)
+    batch, hidden = reader.choose(SIZES), reader.choose(SIZES)
+    if batch * hidden > 40000:
+        hidden = 17
+    dtype = reader.choose(DTYPES)
+    has_bias, nonfinite = reader.choose([True, False]), reader.choose(["nan", "ieee"])
+    shapes = [(batch, hidden)] * 4 + [(batch, 4 * hidden)]
+    inputs = []
+    for index, shape in enumerate(shapes):
+        stored = dtype.newbyteorder() if reader.seldom() and dtype in DTYPES[:3] else dtype
+        values = values_of(reader, shape, dtype)
+        missing = index < 2 and reader.seldom()
+        inputs.append(None if missing else Guarded(reader, shape, stored, values))
+    arguments = [None if x is None else x.array for x in inputs]
+    before = [None if x is None else x.copy() for x in arguments]
+
+    outputs, out = [], None
+    if reader.choose([False, True]):
+        out_shapes = [(batch, 4 * hidden), (batch, hidden), (4 * hidden,)]
+        outputs = [None if reader.seldom() else Guarded(reader, shape, dtype) for shape in out_shapes]
+        if not has_bias:
+            outputs[2] = None
+        out = [None if x is None else x.array for x in outputs]
+        shared = reader.byte()
+        if shared >= 0xC0:  # in place
+            out[0] = arguments[4]
+        if shared & 0x21 == 0x21 and arguments[shared >> 1 & 3] is not None:
+            out[1] = arguments[shared >> 1 & 3]
+        if shared & 0x70 == 0x50 and batch > 1 and arguments[1] is not None:  # partly over an input
+            whole = np.empty((batch + 1, hidden), dtype)
+            arguments[1], out[1] = whole[:-1], whole[1:]
+            arguments[1][...] = before[1]
+            inputs[1] = None
+        out = tuple(out)
+
+    spoilt = reader.seldom()
+    if spoilt:
+        place = reader.byte() % 8
+        if place < 5:
+            arguments[place] = spoil(reader, arguments[place] if arguments[place] is not None else arguments[2])
+        elif out is not None:
+            wrong = spoil(reader, out[place - 5] if out[place - 5] is not None else arguments[2])
+            out = (*out[: place - 5], wrong, *out[place - 4 :])
+    options = {"num_threads": reader.choose([1, 2, 3, None, 7]), "nonfinite": nonfinite, "device": "cpu"}
+    if reader.seldom():
+        options[reader.choose(["num_threads", "nonfinite", "device"])] = reader.choose(
+            [0, -1, "", "npu:x", 1.5, b"nan"]
+        )
+        spoilt = True
+
+    # Spoilt arguments can still be legal ones (a gradient that became None, say): then they are the call to repeat.
+    sources = arguments if spoilt else before
+    lstmcell_bwd.use_isa(reader.choose(ISAS))
+    try:
+        copies = [x.copy() if type(x) is np.ndarray and x.dtype in DTYPES else x for x in sources]
+        result = lstmcell_bwd.lstm_cell_backward(*arguments, has_bias, out=out, **options)
+    except lstmcell_bwd.LSTMCellError as error:
+        if not spoilt and out is None:
+            raise AssertionError("a good call was refused") from error
+        written = [x for x in (*inputs, *outputs) if x is not None and not x.unchanged()]
+        assert not written, "a refused call wrote something"
+        return
+    reference_dtypes = [x.dtype.newbyteorder("=") for x in copies if isinstance(x, np.ndarray)]
+    assert len(set(reference_dtypes)) == 1, "a call of several dtypes was accepted"
+    expected = expected_of(copies, has_bias, options["nonfinite"])
+    for got, wanted in zip(result, expected, strict=True):
+        assert (got is None) == (wanted is None)
+        assert got is None or np.array_equal(bits(got), bits(wanted)), "other bits than the contiguous call"
+    written = () if out is None else out
+    for source in inputs:
+        if source is not None:
+            assert source.guards_intact(), "a byte beside an input was written"
+            if not any(source.array is array for array in written):
+                assert source.unchanged(), "an input was written"
+    for target in outputs:
+        assert target is None or target.guards_intact(), "a byte beside an output was written"
+
+
+def main():
+    """Fuzz until libFuzzer's own options, given on the command line, end it."""
+    np.seterr(all="ignore")
+    atheris.Setup(sys.argv, one_call)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
