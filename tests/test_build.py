@@ -46,6 +46,43 @@ def test_wide_instructions_stay_in_their_stubs(module):
         assert not re.search(r"^\s+\S+:\s+v(mov|add|mul)", code, re.MULTILINE)
 
 
+AVX2 = [path for path in MODULES if path.name.startswith("_kernel_avx2.")]
+
+
+@NO_BINUTILS
+@pytest.mark.parametrize("module", AVX2, ids=["_kernel_avx2"][: len(AVX2)])
+def test_hot_loops_are_vectorised(module):
+    """The fast rows divide once for each element, in a loop of any length and in one of constant length."""
+    code = listing(["objdump", "-d", "--no-show-raw-insn"], module)
+    for operation in ("vdivps", "vdivpd"):
+        assert len(re.findall(rf"\s{operation}\s.*%ymm", code)) >= 2, operation
+
+
+@NO_BINUTILS
+@pytest.mark.parametrize("module", AVX2, ids=["_kernel_avx2"][: len(AVX2)])
+def test_float32_becomes_float64_in_the_bias_alone(module):
+    """Each conversion feeds an addition to the wide sums; only the rounding of the bias converts for other reasons."""
+    code, function = [], ""
+    for line in listing(["objdump", "-d", "--no-show-raw-insn"], module).splitlines():
+        if heading := re.match(r"[0-9a-f]+ <(.+)>:", line):
+            function = heading[1]
+        elif (parts := re.match(r"\s+[0-9a-f]+:\s+(\S+)\s*(.*)", line)) and not function.endswith("round_bias"):
+            code.append((parts[1], parts[2]))
+    assert not [operation for operation, _ in code if re.match(r"vcvt(sd2ss|pd2ps)", operation)]
+    widened = [k for k, (operation, _) in enumerate(code) if re.match(r"vcvt(ss2sd|ps2pd)", operation)]
+    assert widened
+    for k in widened:
+        register = code[k][1].split(",")[-1].strip()
+        users = [operands for operation, operands in code[k + 1 : k + 8] if re.match(r"vadd[sp]d", operation)]
+        assert any(register in operands for operands in users), code[k : k + 8]
+
+
+def test_public_names():
+    public = lstmcell_bwd.__all__
+    assert public == sorted(set(public))
+    assert all(hasattr(lstmcell_bwd, name) for name in public)
+
+
 def test_openmp_was_not_lost():
     assert _features.build_info()["openmp"] > 0
 
