@@ -183,10 +183,10 @@ def compare(counts: dict[str, int], recorded: dict[str, int] | None) -> tuple[in
             continue
         change = number / recorded[name] - 1
         text = f"{name}: {number} instructions, {change:+.1%} against the recorded {recorded[name]}"
-        if change > TOLERANCE:
+        if number > recorded[name] * (1 + TOLERANCE):
             status = SLOWER
             text = f"SLOWER {text}"
-        elif change < -TOLERANCE:
+        elif number < recorded[name] * (1 - TOLERANCE):
             text = f"{text}; record the better count"
         lines.append(text)
     return status, lines

@@ -10,6 +10,7 @@ and the file says so. `python -m benches.peers.table NAME` then writes the READM
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -77,8 +78,10 @@ class Worker:
 
     def close(self) -> None:
         """End the process."""
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process.wait(timeout=60)
+        self.process.stdout.close()
 
 
 def measure_size(workers: dict[str, Worker], size: str) -> tuple[dict[str, object], dict[str, str], dict[str, str]]:
