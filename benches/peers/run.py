@@ -4,7 +4,7 @@
 
 Every contender lives in a process of its own, with the same data, restricted to as many CPUs as it may use threads.
 They stay alive and take turns on request, by the rule of `benches.measure`; a system that is not installed is left out,
-and the file says so. `python -m benches.peers.table NAME` then writes the README's table.
+and the file says so. `python -m benches.peers.table NAME` then writes the table.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lstmcell_bwd
 from benches import measure
 from benches.facts import facts
 from benches.limit import VARIANTS
@@ -27,7 +28,7 @@ __all__ = ["RESULTS", "ROOT", "Worker", "measure_size"]
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benches" / "results"
 SIZES = ("32x128", "64x512", "256x1024", "1024x256", "4096x1000", "4096x1024", "16384x256")
-# CPUs first, before any library counts them. The installed package comes before the sources beside this folder.
+# CPUs first, before any library counts them.
 START = """
 import os, sys
 os.sched_setaffinity(0, [int(cpu) for cpu in sys.argv.pop(1).split(",")])
@@ -48,6 +49,9 @@ class Worker:
     def __init__(self, name: str, python: str, threads: int) -> None:
         counts = {f"{library}_NUM_THREADS": str(threads) for library in THREAD_VARIABLES}
         cpus = ",".join(str(cpu) for cpu in sorted(os.sched_getaffinity(0))[-threads:])
+        if name == "lstmcell_bwd":
+            # The very package that this process has, whose facts go into the results.
+            counts["PYTHONPATH"] = str(Path(lstmcell_bwd.__file__).parents[1])
         self.threads = threads
         self.process = subprocess.Popen(
             [python, "-P", "-c", START, cpus, str(ROOT), name],

@@ -1,9 +1,9 @@
-"""Writes the README's table of this package, the same-bytes limit and other systems from a results file.
+"""Writes the table of this package, the same-bytes limit and other systems from a results file into a page.
 
-    python -m benches.peers.table NAME [--check]
+    python -m benches.peers.table NAME [--into benches/README.md] [--check]
 
-What stands between the two marker lines of README.md is replaced. With --check nothing is written, and the exit status
-is 1 if the README does not say what the results file does.
+What stands between the two marker lines of the page is replaced. With --check nothing is written, and the exit status
+is 1 if the page does not say what the results file does.
 """
 
 from __future__ import annotations
@@ -94,17 +94,18 @@ def replaced(text: str, new: str) -> str:
 
 
 def main() -> int:
-    """Write the table into README.md, or check it."""
-    parser = argparse.ArgumentParser(description="write the README's table from benches/results/NAME.json")
+    """Write the table into a page, or check it."""
+    parser = argparse.ArgumentParser(description="write the table of benches/results/NAME.json into a page")
     parser.add_argument("name")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the README differs")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page differs")
+    parser.add_argument("--into", default="benches/README.md", metavar="PAGE", help="from the repository's root")
     options = parser.parse_args()
-    readme = ROOT / "README.md"
-    text = readme.read_text()
+    page = ROOT / options.into
+    text = page.read_text()
     new = replaced(text, table(json.loads((RESULTS / f"{options.name}.json").read_text())))
     if options.check:
         return int(new != text)
-    readme.write_text(new)
+    page.write_text(new)
     return 0
 
 
