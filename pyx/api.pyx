@@ -29,7 +29,6 @@ cnp.import_array()
 cdef extern from *:
     """
     #include <pthread.h>
-    #include <stdatomic.h>
     static int lstmcell_forked = 0;
     static void lstmcell_in_child(void) { lstmcell_forked = 1; }
     static void lstmcell_watch_fork(void) { pthread_atfork(NULL, NULL, lstmcell_in_child); }

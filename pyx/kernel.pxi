@@ -919,21 +919,8 @@ cdef void run(Call* call) noexcept nogil:
 
 # ---- what the module publishes ----------------------------------------------------------------------------------
 
-cdef extern from *:
-    """
-    #if defined(__AVX512F__)
-    #define LSTMCELL_LANE_BYTES 64
-    #elif defined(__AVX2__)
-    #define LSTMCELL_LANE_BYTES 32
-    #else
-    #define LSTMCELL_LANE_BYTES 16
-    #endif
-    """
-    int LSTMCELL_LANE_BYTES
-
 cdef KernelTable table
 table.version = ABI_VERSION
-table.lane_bytes = LSTMCELL_LANE_BYTES
 table.plan = plan
 table.run = run
 table.merge_nodes = merge_nodes

@@ -2,7 +2,7 @@
 # each stub publishes in a capsule. Change ABI_VERSION with any change here.
 
 cdef enum:
-    ABI_VERSION = 1
+    ABI_VERSION = 2
     SOURCES = 8        # planes read:    grad_hy, grad_cy, cx, cy and the gates i, f, g, o
     TARGETS = 5        # planes written: the gradients of i, f, g, o and of cx
     PLANES = 13        # all of them
@@ -72,7 +72,6 @@ ctypedef struct Call:
 
 ctypedef struct KernelTable:
     int version
-    int lane_bytes                # width of the vectors the stub was compiled for
     void (*plan)(Call* call) noexcept nogil
     void (*run)(Call* call) noexcept nogil
     void (*merge_nodes)(bint pairs, Py_ssize_t count, double* left, const double* right) noexcept nogil

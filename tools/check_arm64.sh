@@ -12,19 +12,19 @@ arm=$root/build/arm64
 rm -rf "$arm"
 mkdir -p "$arm/source"
 debootstrap --foreign --arch=arm64 --variant=minbase --include=python3,libpython3.11-dev,libgomp1,libstdc++6 \
-    bookworm "$arm/root" >"$arm/debootstrap.log" || { tail -20 "$arm/debootstrap.log"; exit 1; }
-for package in "$arm"/root/var/cache/apt/archives/*.deb; do dpkg-deb -x "$package" "$arm/root"; done
+    bookworm "$arm/debian" >"$arm/debootstrap.log" || { tail -20 "$arm/debootstrap.log"; exit 1; }
+for package in "$arm"/debian/var/cache/apt/archives/*.deb; do dpkg-deb -x "$package" "$arm/debian"; done
 "$python" -m pip install -q --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 \
     --platform manylinux2014_aarch64 --python-version 3.11 --only-binary=:all: --target "$arm/site" \
     "numpy>=2.0" "Cython>=3.1,<3.4" "setuptools>=77" ml_dtypes pytest pytest-timeout hypothesis threadpoolctl
 
 export PYTHONDONTWRITEBYTECODE=1
-emulated() { qemu-aarch64-static -L "$arm/root" "$arm/root/usr/bin/python3.11" "$@"; }
+emulated() { qemu-aarch64-static -L "$arm/debian" "$arm/debian/usr/bin/python3.11" "$@"; }
 cp -r pyx lstmcell_bwd setup.py pyproject.toml README.md LICENSE "$arm/source"
 rm -f "$arm"/source/lstmcell_bwd/*.so
 cd "$arm/source"
 PYTHONPATH=$arm/site CC=aarch64-linux-gnu-gcc LDSHARED="aarch64-linux-gnu-gcc -shared" LDFLAGS=-fopenmp \
-    CFLAGS="-fopenmp -idirafter $arm/root/usr/include" emulated setup.py -q build --build-lib "$arm/lib" \
+    CFLAGS="-fopenmp -idirafter $arm/debian/usr/include" emulated setup.py -q build --build-lib "$arm/lib" \
     >"$arm/build.log" 2>&1 || { tail -30 "$arm/build.log"; exit 1; }
 cd "$root"
 "$python" tools/bits.py >"$arm/here"
