@@ -18,7 +18,7 @@ from lstmcell_bwd._arguments cimport (
 )
 
 from lstmcell_bwd import _features, dispatch
-from lstmcell_bwd._arguments import bad_output, wrong_type, wrong_value
+from lstmcell_bwd._arguments import bad_argument, bad_output, wrong_type, wrong_value
 from lstmcell_bwd._types import BiasPart, LSTMCellGradients, LSTMCellPart
 from lstmcell_bwd.errors import InvalidParameterError
 
@@ -141,7 +141,6 @@ cdef enum:
     ELEMENTS_PER_THREAD = 16384
 
 cdef Py_ssize_t threads_set = 0
-cdef object group_quota = False
 
 
 def set_num_threads(num_threads):
@@ -167,7 +166,6 @@ cpdef Py_ssize_t get_num_threads() except -1:
     -------
     int
     """
-    global group_quota
     cdef const char* text
     if lstmcell_forked:
         return 1
@@ -567,7 +565,7 @@ def lstm_cell_backward_part(grad_hy, grad_cy, cx, cy, gates, has_bias=True, *, f
     if arguments.grad_bias is not None:
         raise bad_output("grad_bias", "be None for a part of a batch", "an array")
     if not arguments.on_host:
-        raise wrong_value("device", "the CPU for a part of a batch", "tensors on an NPU")
+        raise bad_argument("device", "be the CPU for a part of a batch", "tensors on an NPU")
     if num_threads is not None:
         thread_count(num_threads)
     return compute_on_host(LSTMCellPart, arguments, out, nonfinite_nan, num_threads, first_row // LEAF_ROWS, True)
@@ -626,11 +624,11 @@ cdef object combined_bias(object parts, object dtype):
         if part.sums.shape != (1 + pairs, width):
             raise wrong_value("parts", f"sums of shape {(1 + pairs, width)} for dtype {dtype}", part.sums.shape)
         if part.first_leaf != expected:
-            raise wrong_value("parts", f"one part that begins at row {expected * LEAF_ROWS}",
-                              f"one that begins at row {part.first_leaf * LEAF_ROWS}")
+            raise bad_argument("parts", f"be one part that begins at row {expected * LEAF_ROWS}",
+                               f"one that begins at row {part.first_leaf * LEAF_ROWS}")
         if number < len(nodes) - 1 and part.rows != LEAF_ROWS << part.level:
-            raise wrong_value("parts", f"runs that end at a multiple of BIAS_LEAF_ROWS = {LEAF_ROWS}",
-                              f"{part.rows} rows before the last run")
+            raise bad_argument("parts", f"be runs that end at a multiple of BIAS_LEAF_ROWS = {LEAF_ROWS}",
+                               f"{part.rows} rows before the last run")
         expected += <Py_ssize_t>1 << part.level
         level, first_leaf = part.level, part.first_leaf
         sums = np.array(part.sums, np.float64, order="C")

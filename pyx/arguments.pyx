@@ -43,7 +43,12 @@ def wrong_type(name, wanted, value):
 
 def wrong_value(name, wanted, value):
     """The error for a value of the right type that is not allowed."""
-    return InvalidParameterError(f"`{name}` must be {wanted}, got {value!r}")
+    return bad_argument(name, f"be {wanted}", repr(value))
+
+
+def bad_argument(name, wanted, got):
+    """The error for an argument of the right type that cannot serve, where words say what was given."""
+    return InvalidParameterError(f"`{name}` must {wanted}, got {got}")
 
 
 def wrong_dtype(name, wanted, dtype):
@@ -53,19 +58,17 @@ def wrong_dtype(name, wanted, dtype):
 
 def wrong_shape(name, symbols, wanted, other, other_shape, shape):
     """The error for an array whose shape does not match the others'."""
-    return InvalidParameterError(
-        f"`{name}` must have shape {symbols} = {wanted} to match `{other}` of shape {other_shape}, got {shape}"
-    )
+    return bad_argument(name, f"have shape {symbols} = {wanted} to match `{other}` of shape {other_shape}", shape)
 
 
 def wrong_rank(name, shape):
     """The error for the array that sets batch and hidden size, when it has no such axes."""
-    return InvalidParameterError(f"`{name}` must have shape (N, H), got {shape}")
+    return bad_argument(name, "have shape (N, H)", shape)
 
 
 def bad_output(name, wanted, got):
     """The error for an output that cannot be written to as asked."""
-    return InvalidParameterError(f"`out`: `{name}` must {wanted}, got {got}")
+    return bad_argument(f"out: {name}", wanted, got)
 
 
 # ---- one tensor -------------------------------------------------------------------------------------------------
@@ -252,7 +255,7 @@ cdef tuple unpack_out(object out):
     if not isinstance(out, (tuple, list)):
         raise wrong_type("out", "a triple (grad_gates, grad_cx, grad_bias)", out)
     if len(out) != 3:
-        raise wrong_value("out", "a triple (grad_gates, grad_cx, grad_bias)", f"{len(out)} entries")
+        raise bad_argument("out", "be a triple (grad_gates, grad_cx, grad_bias)", f"{len(out)} entries")
     return tuple(out)
 
 
@@ -276,7 +279,7 @@ cdef int resolve_overlap(Arguments checked) except -1:
     outputs = {"grad_gates": checked.grad_gates, "grad_cx": checked.grad_cx, "grad_bias": checked.grad_bias}
     for name, other in (("grad_cx", "grad_gates"), ("grad_bias", "grad_gates"), ("grad_bias", "grad_cx")):
         if outputs[name] is not None and outputs[other] is not None and share_memory(outputs[name], outputs[other]):
-            raise bad_output(name, f"not share memory with `{other}`", "overlapping outputs")
+            raise bad_output(name, f"not share memory with `out: {other}`", "overlapping outputs")
     # The bias is written when all inputs have been read, so it may lie anywhere in them.
     inputs = [checked.grad_hy, checked.grad_cy, checked.cx, checked.cy, checked.gates]
     for k, array in enumerate(inputs):
@@ -319,7 +322,7 @@ cdef int check_npu_outputs(Arguments checked) except -1:
                              f"strides {tensor.strides} for shape {tensor.shape}")
         for other, other_addresses in earlier:
             if share_memory(addresses, other_addresses):
-                raise bad_output(name, f"not share memory with `{other}`", "overlapping outputs")
+                raise bad_output(name, f"not share memory with `out: {other}`", "overlapping outputs")
         earlier.append((name, addresses))
     return 0
 

@@ -351,7 +351,7 @@ def test_outputs_that_overlap_each_other(dtype, pair):
     buffer = np.full(40 * 84 + 40 * 21, 7, dtype)
     gates = buffer[: 40 * 84].reshape(40, 84)
     out = PAIRS[pair](gates, np.full((40, 21), 7, dtype), np.full(84, 7, dtype))
-    with pytest.raises(InvalidParameterError, match=r"`out`: `grad_.*` must not share memory with `grad_"):
+    with pytest.raises(InvalidParameterError, match=r"`out: grad_.*` must not share memory with `out: grad_"):
         lstm_cell_backward(*inputs, out=out)
     assert (buffer == 7).all()
     assert all((x == 7).all() for x in out)
@@ -381,7 +381,7 @@ def test_outputs_that_overlap_themselves(dtype, case):
     inputs = make_inputs(4, 6, dtype, seed=31)
     buffer = np.full(1000, 7, dtype)
     out = SELF_OVERLAPS[case](buffer, dtype.itemsize)
-    with pytest.raises(InvalidParameterError, match="`grad_cx` must have no two elements that share memory"):
+    with pytest.raises(InvalidParameterError, match="`out: grad_cx` must have no two elements that share memory"):
         lstm_cell_backward(*inputs, out=(None, out, None))
     assert (buffer == 7).all()
 

@@ -211,7 +211,7 @@ def test_outputs_side_by_side_in_one_buffer(sim):
     tensors = [NPUArray.from_numpy(array) for array in inputs]
     buffer = NPUArray.from_numpy(np.full((6, 20), np.nan, np.float32))
     assert_right(lstm_cell_backward(*tensors, out=(buffer[:, :16], buffer[:, 16:], None)), inputs)
-    with pytest.raises(ValueError, match=r"`grad_cx` must not share memory with `grad_gates`"):
+    with pytest.raises(ValueError, match=r"`out: grad_cx` must not share memory with `out: grad_gates`"):
         lstm_cell_backward(*tensors, out=(buffer[:, :16], buffer[:, 15:19], None))
     assert sim.report()["calls"]["kernel"] == 1
 

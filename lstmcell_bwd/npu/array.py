@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lstmcell_bwd._arguments import wrong_dtype, wrong_type, wrong_value
+from lstmcell_bwd._arguments import bad_argument, wrong_dtype, wrong_type, wrong_value
 from lstmcell_bwd.errors import InvalidParameterError
 from lstmcell_bwd.npu import OPERATOR_DTYPES, runtime
 
@@ -323,8 +323,7 @@ def _view_of_tensor(name: str, tensor: Any) -> NPUArray:
     torch_npu = sys.modules.get("torch_npu")
     if torch_npu is not None and torch_npu.get_npu_format(tensor) != _FORMAT_ND:
         if name.startswith("out: "):
-            message = f"`{name}` must have the layout ND, got {torch_npu.get_npu_format(tensor)}"
-            raise InvalidParameterError(message)
+            raise bad_argument(name, "have the layout ND", torch_npu.get_npu_format(tensor))
         tensor = torch_npu.npu_format_cast(tensor, _FORMAT_ND)
     size = np.dtype(dtype).itemsize
     storage = tensor.untyped_storage()
