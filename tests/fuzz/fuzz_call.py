@@ -3,8 +3,9 @@
 Each input of the fuzzer is read as one call: shapes, layouts, dtypes, missing gradients, special values, outputs and
 their overlap with inputs, threads and instruction set, sometimes with an argument spoilt. Then
 
-- a call either succeeds or raises an error of the package's own family;
+- a call either succeeds or raises an error of the package's own family, and a good one succeeds;
 - the bits are those of the contiguous call on one thread with the baseline kernel;
+- the values are within the promised bounds of the float64 reference, NaN where its rule says so;
 - no byte outside the outputs is written, none of the inputs' either, and where a call is refused none at all.
 
 With modules that are built with AddressSanitizer and UndefinedBehaviorSanitizer their findings end the run, too.
@@ -17,13 +18,14 @@ import ml_dtypes
 import numpy as np
 
 import lstmcell_bwd
-from lstmcell_bwd import _api, _features
+from lstmcell_bwd import _api, _features, reference
 
 DTYPES = [np.dtype(kind) for kind in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)]
 WRONG_DTYPES = [np.dtype(kind) for kind in ("int32", "complex64", "bool", "O", "S3", "longdouble", "M8[s]", "V4")]
 ISAS = [isa for isa in _api.built_isas() if isa in _features.runnable_isas()]
 SIZES = [0, 1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 65, 127, 129, 520]
 LAYOUTS = ("plain", "fortran", "rows back", "columns back", "wide rows", "every third column", "odd stride", "records")
+MOST_ELEMENTS = 9000  # of one state: enough for several tiles, leaves and threads, and hundreds of calls a second
 GUARD = 0xA5
 
 
@@ -108,8 +110,24 @@ def spoil(reader, array):
             lambda: np.zeros(array.shape, reader.choose(WRONG_DTYPES)),
             lambda: np.zeros(array.shape, reader.choose(DTYPES)),
             lambda: np.broadcast_to(array[:1], array.shape) if len(array) else array,
+            lambda: array.view(array.dtype.newbyteorder()) if array.dtype in DTYPES[:3] else array,
+            lambda: read_only(array),
         ]
     )()
+
+
+def read_only(array):
+    """Return a view that may not be written to."""
+    view = array[...]
+    view.flags.writeable = False
+    return view
+
+
+def may_be_written(out):
+    """Tell whether these are outputs that no rule forbids: writeable, of native byte order, with no byte in common."""
+    given = [x for x in out or () if x is not None]
+    apart = not any(np.shares_memory(given[a], given[b]) for a in range(len(given)) for b in range(a))
+    return apart and all(x.flags.writeable and x.dtype.isnative for x in given)
 
 
 def bits(array):
@@ -131,7 +149,7 @@ def one_call(data):
     """Read one call from the fuzzer's bytes, make it, and check what it did."""
     reader = Reader(data)
     batch, hidden = reader.choose(SIZES), reader.choose(SIZES)
-    if batch * hidden > 40000:
+    if batch * hidden > MOST_ELEMENTS:
         hidden = 17
     dtype = reader.choose(DTYPES)
     has_bias, nonfinite = reader.choose([True, False]), reader.choose(["nan", "ieee"])
@@ -186,17 +204,25 @@ def one_call(data):
         copies = [x.copy() if type(x) is np.ndarray and x.dtype in DTYPES else x for x in sources]
         result = lstmcell_bwd.lstm_cell_backward(*arguments, has_bias, out=out, **options)
     except lstmcell_bwd.LSTMCellError as error:
-        if not spoilt and out is None:
+        if not spoilt and may_be_written(out):
             raise AssertionError("a good call was refused") from error
         written = [x for x in (*inputs, *outputs) if x is not None and not x.unchanged()]
         assert not written, "a refused call wrote something"
         return
     reference_dtypes = [x.dtype.newbyteorder("=") for x in copies if isinstance(x, np.ndarray)]
     assert len(set(reference_dtypes)) == 1, "a call of several dtypes was accepted"
+    assert may_be_written(out), "outputs that may not be written were accepted"
     expected = expected_of(copies, has_bias, options["nonfinite"])
     for got, wanted in zip(result, expected, strict=True):
         assert (got is None) == (wanted is None)
         assert got is None or np.array_equal(bits(got), bits(wanted)), "other bits than the contiguous call"
+    if options["nonfinite"] == "nan":
+        native = [None if x is None else x.astype(x.dtype.newbyteorder("=")) for x in copies]
+        errors = reference.error_in_units(expected, *native)
+        for error, bound in zip(errors, reference.bounds(native[2].dtype), strict=True):
+            assert error is None or error <= bound, f"{error} units, allowed are {bound}"
+        for got, bad in zip(expected, reference.nonfinite_mask(*native), strict=True):
+            assert got is None or np.isnan(got[bad]).all(), "no NaN for an input that is Inf or NaN"
     written = () if out is None else out
     for source in inputs:
         if source is not None:
