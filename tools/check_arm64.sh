@@ -32,7 +32,7 @@ export PYTHONPATH=$arm/lib:$arm/site
 emulated tools/bits.py >"$arm/there"
 grep -q '^# aarch64, baseline' "$arm/there"
 same_bits "$arm/there" "$arm/here"
-# The parts of the suite that start no other process, which emulation without binfmt_misc cannot. arm64's long double has
-# more digits than the exact values that two tests of the reference compare it with.
-emulated -m pytest -q -p no:cacheprovider -k "not longdouble and not test_the_reference_agrees" \
-    tests/test_reference.py tests/test_golden.py tests/test_bits.py tests/test_nonfinite.py
+# The parts of the suite that start no other process, which emulation without binfmt_misc cannot.
+emulated -m pytest -q -p no:cacheprovider --timeout 1200 \
+    tests/test_reference.py tests/test_golden.py tests/test_bits.py tests/test_nonfinite.py tests/test_accuracy.py \
+    tests/test_cases.py tests/test_arguments.py tests/test_layouts.py tests/test_properties.py
