@@ -99,7 +99,7 @@ def extensions():
         Extension(
             f"lstmcell_bwd.{module}",
             [f"pyx/{source}.pyx"],
-            depends=["pyx/simd.h", "pyx/kernel.pxi", "pyx/kernel_abi.pxi"],
+            depends=["pyx/simd.h", "pyx/kernel.pxi", "pyx/forward.pxi", "pyx/kernel_abi.pxi"],
             include_dirs=["pyx", numpy.get_include()],
             define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_22_API_VERSION"), ("CYTHON_CLINE_IN_TRACEBACK", "0")],
             extra_compile_args=flags + level_flags,

@@ -15,10 +15,11 @@ from lstmcell_bwd._api import (
     get_num_threads,
     lstm_cell_backward,
     lstm_cell_backward_part,
+    lstm_cell_forward,
     set_num_threads,
     use_isa,
 )
-from lstmcell_bwd._types import LSTMCellGradients
+from lstmcell_bwd._types import LSTMCellGradients, LSTMCellState
 from lstmcell_bwd._version import __version__
 from lstmcell_bwd.dispatch import show_config
 from lstmcell_bwd.errors import (
@@ -38,6 +39,7 @@ __all__ = [
     "InvalidParameterError",
     "LSTMCellError",
     "LSTMCellGradients",
+    "LSTMCellState",
     "NPURuntimeError",
     "NPUUnavailableError",
     "NullPointerError",
@@ -50,6 +52,7 @@ __all__ = [
     "get_num_threads",
     "lstm_cell_backward",
     "lstm_cell_backward_part",
+    "lstm_cell_forward",
     "npu",
     "reference",
     "set_num_threads",

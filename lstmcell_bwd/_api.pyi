@@ -4,8 +4,8 @@ from typing import Any, Literal, TypeAlias, final
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from lstmcell_bwd._arguments import Arguments
-from lstmcell_bwd._types import BiasPart, LSTMCellGradients, LSTMCellPart
+from lstmcell_bwd._arguments import Arguments, ForwardArguments
+from lstmcell_bwd._types import BiasPart, LSTMCellGradients, LSTMCellPart, LSTMCellState
 from lstmcell_bwd.dispatch import Decision
 from lstmcell_bwd.npu.array import NPUArray
 
@@ -42,6 +42,11 @@ def prepare(
     first_leaf: int = 0,
     partial: bool = False,
 ) -> CPUExecutor: ...
+def prepare_forward(
+    arguments: ForwardArguments,
+    outputs: tuple[np.ndarray, np.ndarray, np.ndarray],
+    num_threads: int | None = None,
+) -> CPUExecutor: ...
 def lstm_cell_backward(
     grad_hy: _Tensor | None,
     grad_cy: _Tensor | None,
@@ -56,6 +61,17 @@ def lstm_cell_backward(
     nonfinite: _NonFinite = "nan",
     stream: object = None,
 ) -> LSTMCellGradients: ...
+def lstm_cell_forward(
+    input_gates: _Tensor,
+    hidden_gates: _Tensor,
+    cx: _Tensor,
+    input_bias: _Tensor | None = None,
+    hidden_bias: _Tensor | None = None,
+    *,
+    out: _Out | None = None,
+    device: str = "auto",
+    num_threads: int | None = None,
+) -> LSTMCellState: ...
 def lstm_cell_backward_part(
     grad_hy: ArrayLike | None,
     grad_cy: ArrayLike | None,

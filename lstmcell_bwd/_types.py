@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["BiasPart", "LSTMCellGradients", "LSTMCellPart"]
+__all__ = ["BiasPart", "LSTMCellGradients", "LSTMCellPart", "LSTMCellState"]
 
 
 class LSTMCellGradients(NamedTuple):
@@ -26,6 +26,24 @@ class LSTMCellGradients(NamedTuple):
     grad_gates: np.ndarray
     grad_cx: np.ndarray
     grad_bias: np.ndarray | None
+
+
+class LSTMCellState(NamedTuple):
+    """What an LSTM cell's forward pass leaves.
+
+    Attributes
+    ----------
+    hy : ndarray, shape (N, H)
+        Hidden state that leaves the cell, its output.
+    cy : ndarray, shape (N, H)
+        Cell state that leaves it.
+    gates : ndarray, shape (N, 4*H)
+        Activated gates, four blocks of H columns in the order i, f, g, o: with `cy` the cache of the backward pass.
+    """
+
+    hy: np.ndarray
+    cy: np.ndarray
+    gates: np.ndarray
 
 
 class BiasPart(NamedTuple):

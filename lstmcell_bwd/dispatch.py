@@ -140,8 +140,7 @@ def _check_dtype(arguments: Arguments) -> None:
 def _locations(arguments: Arguments) -> dict[str, str]:
     """Find where the tensors of a call are, each place with the name of the first tensor there."""
     homes: dict[str, str] = {}
-    for name in ("cx", "cy", "gates", "grad_hy", "grad_cy", "grad_gates", "grad_cx", "grad_bias"):
-        tensor = getattr(arguments, name)
+    for name, tensor in arguments.tensors.items():
         if tensor is not None:
             home = "the host" if isinstance(tensor, np.ndarray) else f"npu:{tensor.device}"
             homes.setdefault(home, name)

@@ -14,12 +14,13 @@ from libc.stdlib cimport free, getenv, malloc
 from libc.string cimport memcpy
 
 from lstmcell_bwd._arguments cimport (
-    Arguments, check_arguments, checked_storage, nonfinite_is_nan, thread_count,
+    Arguments, ForwardArguments, check_arguments, check_forward_arguments, checked_storage, nonfinite_is_nan,
+    thread_count,
 )
 
 from lstmcell_bwd import _features, dispatch
 from lstmcell_bwd._arguments import bad_argument, bad_output, wrong_type, wrong_value
-from lstmcell_bwd._types import BiasPart, LSTMCellGradients, LSTMCellPart
+from lstmcell_bwd._types import BiasPart, LSTMCellGradients, LSTMCellPart, LSTMCellState
 from lstmcell_bwd.errors import InvalidParameterError
 
 include "kernel_abi.pxi"
@@ -257,13 +258,26 @@ cdef void set_plane(Plane* plane, object tensor, int block, Storage storage, Py_
     plane.direct = storage <= STORAGE_FLOAT64 and not plane.swapped and plane.column_stride == size
 
 
+cdef void set_bias(Plane* plane, object tensor):
+    """Describes a [4H] operand as one row."""
+    cdef cnp.ndarray array
+    plane.data = NULL
+    if tensor is not None:
+        array = <cnp.ndarray>tensor
+        plane.data = <char*>cnp.PyArray_DATA(array)
+        plane.row_stride = 0
+        plane.column_stride = cnp.PyArray_STRIDE(array, 0)
+        plane.swapped = not cnp.PyArray_ISNOTSWAPPED(array)
+
+
 @cython.freelist(8)
 cdef class CPUExecutor:
     """One prepared call on the CPU. Internal interface of a backend: `workspace_size`, then `run`, once."""
 
     cdef Call call
-    cdef Arguments arguments
-    cdef object outputs           # keeps the arrays behind the planes alive
+    cdef bint forward
+    cdef object arguments         # keep the arrays behind the planes alive
+    cdef object outputs
     cdef bint done
 
     @property
@@ -289,7 +303,10 @@ cdef class CPUExecutor:
         self.done = True
         self.call.scratch = <char*>((<uintptr_t>workspace + ALIGNMENT - 1) & ~<uintptr_t>(ALIGNMENT - 1))
         with nogil:
-            kernel.run(&self.call)
+            if self.forward:
+                kernel.run_forward(&self.call)
+            else:
+                kernel.run(&self.call)
 
 
 cpdef CPUExecutor prepare(Arguments arguments, object outputs, bint nonfinite_nan=True, object num_threads=None,
@@ -311,11 +328,11 @@ cpdef CPUExecutor prepare(Arguments arguments, object outputs, bint nonfinite_na
     cdef CPUExecutor executor = CPUExecutor.__new__(CPUExecutor)
     cdef Call* call = &executor.call
     cdef Storage storage = <Storage>arguments.storage
-    cdef Py_ssize_t moved
     cdef int k
     grad_gates, grad_cx, grad_bias = outputs
     if kernel == NULL:
         use_isa("auto")
+    executor.forward = False
     executor.arguments = arguments
     executor.outputs = outputs
     executor.done = False
@@ -338,18 +355,69 @@ cpdef CPUExecutor prepare(Arguments arguments, object outputs, bint nonfinite_na
     if call.has_bias and not partial:
         call.bias = <char*>cnp.PyArray_DATA(grad_bias)
         call.bias_stride = cnp.PyArray_STRIDE(grad_bias, 0)
-    call.item_bytes = cnp.PyArray_ITEMSIZE(<cnp.ndarray>arguments.cx)
-    moved = PLANES * call.batch * call.hidden * call.item_bytes
-    call.prefetch = moved >= PREFETCH_BYTES
-    call.blocked = False
-    for k in range(SOURCES):
-        call.blocked |= call.source[k].blocked and not call.source[k].direct
-    call.streaming = (moved >= STREAMING_BYTES and not call.in_place
-                      and call.target[0].column_stride == call.item_bytes
-                      and call.target[4].column_stride == call.item_bytes)
-    call.staged = call.in_place or call.streaming or not (call.target[0].direct and call.target[4].direct)
+    set_passage(call, SOURCES, TARGETS, <cnp.ndarray>arguments.cx)
     call.threads = choose_threads(num_threads, call.batch, call.hidden)
     kernel.plan(call)
+    return executor
+
+
+cdef void set_passage(Call* call, int sources, int targets, cnp.ndarray cx):
+    """How inputs and outputs pass through the cache."""
+    cdef Py_ssize_t moved
+    cdef int k
+    call.item_bytes = cnp.PyArray_ITEMSIZE(cx)
+    moved = (sources + targets) * call.batch * call.hidden * call.item_bytes
+    call.prefetch = moved >= PREFETCH_BYTES
+    call.blocked = False
+    for k in range(sources):
+        call.blocked |= call.source[k].blocked and not call.source[k].direct
+    call.streaming = moved >= STREAMING_BYTES and not call.in_place
+    call.staged = call.in_place
+    for k in range(targets):
+        call.streaming = call.streaming and call.target[k].column_stride == call.item_bytes
+        call.staged |= not call.target[k].direct
+    call.staged |= call.streaming
+
+
+cpdef CPUExecutor prepare_forward(ForwardArguments arguments, object outputs, object num_threads=None):
+    """Turns checked arguments and allocated outputs of a forward call into an executor.
+
+    Parameters
+    ----------
+    arguments : ForwardArguments
+    outputs : tuple of (hy, cy, gates)
+        The arrays to write.
+    num_threads : int or None
+    """
+    cdef CPUExecutor executor = CPUExecutor.__new__(CPUExecutor)
+    cdef Call* call = &executor.call
+    cdef Storage storage = <Storage>arguments.storage
+    cdef int k
+    hy, cy, gates = outputs
+    if kernel == NULL:
+        use_isa("auto")
+    executor.forward = True
+    executor.arguments = arguments
+    executor.outputs = outputs
+    executor.done = False
+    call.storage = storage
+    call.batch = arguments.batch
+    call.hidden = arguments.hidden
+    call.first_leaf = 0
+    call.has_bias = arguments.input_bias is not None or arguments.hidden_bias is not None
+    call.in_place = arguments.in_place
+    for k in range(GATES):
+        set_plane(&call.source[k], arguments.input_gates, k, storage, call.hidden)
+        set_plane(&call.source[GATES + k], arguments.hidden_gates, k, storage, call.hidden)
+        set_plane(&call.target[k], gates, k, storage, call.hidden)
+    set_plane(&call.source[2 * GATES], arguments.cx, 0, storage, call.hidden)
+    set_plane(&call.target[4], cy, 0, storage, call.hidden)
+    set_plane(&call.target[5], hy, 0, storage, call.hidden)
+    set_bias(&call.bias_source[0], arguments.input_bias)
+    set_bias(&call.bias_source[1], arguments.hidden_bias)
+    set_passage(call, FORWARD_SOURCES, FORWARD_TARGETS, <cnp.ndarray>arguments.cx)
+    call.threads = choose_threads(num_threads, call.batch, call.hidden)
+    kernel.plan_forward(call)
     return executor
 
 
@@ -360,7 +428,7 @@ cdef object run_on_host(CPUExecutor executor):
         raise MemoryError(f"no memory for {executor.workspace_size} bytes of scratch")
     try:
         executor.execute(workspace)
-        if executor.call.has_bias and executor.call.bias == NULL:
+        if not executor.forward and executor.call.has_bias and executor.call.bias == NULL:
             return nodes_of(executor)
     finally:
         free(workspace)
@@ -385,7 +453,7 @@ cdef list nodes_of(CPUExecutor executor):
     return parts
 
 
-cdef object gradients(type kind, a, b, c):
+cdef object named(type kind, a, b, c):
     """A named tuple without the detour through its Python constructor."""
     return PyTuple_Type.tp_new(kind, ((a, b, c),), NULL)
 
@@ -417,13 +485,31 @@ cdef object compute_on_host(type kind, Arguments arguments, object out, bint non
         grad_gates = grad_gates if out[0] is None else out[0]
         grad_cx = grad_cx if out[1] is None else out[1]
         last = last if out[2] is None else out[2]
-    return gradients(kind, grad_gates, grad_cx, last)
+    return named(kind, grad_gates, grad_cx, last)
 
 
-cdef object chosen_npu(Arguments arguments, object device, object stream):
+cdef object compute_forward_on_host(ForwardArguments arguments, object out, object num_threads):
+    """A checked forward call on the CPU; allocates the outputs that were not given."""
+    hy, cy, gates = arguments.hy, arguments.cy, arguments.gates
+    if hy is None:
+        hy = allocate(2, arguments.batch, arguments.hidden, arguments.dtype)
+    if cy is None:
+        cy = allocate(2, arguments.batch, arguments.hidden, arguments.dtype)
+    if gates is None:
+        gates = allocate(2, arguments.batch, 4 * arguments.hidden, arguments.dtype)
+    if arguments.batch > 0 and arguments.hidden > 0:
+        run_on_host(prepare_forward(arguments, (hy, cy, gates), num_threads))
+    if out is not None:
+        hy = hy if out[0] is None else out[0]
+        cy = cy if out[1] is None else out[1]
+        gates = gates if out[2] is None else out[2]
+    return named(LSTMCellState, hy, cy, gates)
+
+
+cdef object chosen_npu(object arguments, bint on_host, object device, object stream):
     """The NPU that the dispatcher chose, or None for the CPU; the common cases without a look at Python code."""
     cdef const char* forced
-    if arguments.on_host and isinstance(device, str) and not logs(LOG_DEBUG):
+    if on_host and isinstance(device, str) and not logs(LOG_DEBUG):
         forced = getenv("LSTMCELL_BWD_DEVICE")
         if device == "cpu" or (device == "auto" and (forced == NULL or forced[0] == 0)):
             if stream is not None:
@@ -521,12 +607,101 @@ def lstm_cell_backward(grad_hy, grad_cy, cx, cy, gates, has_bias=True, *, out=No
     cdef bint nonfinite_nan = nonfinite_is_nan(nonfinite)
     if num_threads is not None:
         thread_count(num_threads)
-    npu = chosen_npu(arguments, device, stream)
+    npu = chosen_npu(arguments, arguments.on_host, device, stream)
     if npu is None:
         return compute_on_host(LSTMCellGradients, arguments, out, nonfinite_nan, num_threads, 0, False)
     from lstmcell_bwd.npu import op
 
     return op.lstm_cell_backward(arguments, out, npu, stream)
+
+
+def lstm_cell_forward(input_gates, hidden_gates, cx, input_bias=None, hidden_bias=None, *, out=None, device="auto",
+                      num_threads=None):
+    """Forward pass of an LSTM cell from its two matrix products, in one fused and deterministic pass.
+
+    Computes everything of the cell that follows the two matrix products, and with it the cache that
+    `lstm_cell_backward` reads::
+
+        a_i, a_f, a_g, a_o = blocks of (input_gates + hidden_gates) + (input_bias + hidden_bias)
+        i, f, o = sigmoid(a_i), sigmoid(a_f), sigmoid(a_o)      g = tanh(a_g)
+        cy = f * cx + i * g         hy = o * tanh(cy)           gates = [i, f, g, o]
+
+    Parameters
+    ----------
+    input_gates, hidden_gates : array_like, shape (N, 4*H)
+        The products of the cell's input and of its hidden state with their weights, four blocks of H columns in the
+        order i, f, g, o (input, forget, cell, output).
+    cx : array_like, shape (N, H)
+        Cell state that enters the cell.
+    input_bias, hidden_bias : array_like of shape (4*H,), optional
+        Added to the products; either may be given without the other.
+    out : tuple of (hy, cy, gates), optional
+        Arrays to write the results to, any of them None to have it allocated. They may have any layout in which no two
+        elements share memory, and may be inputs (in place: `gates` one of the products, `hy` or `cy` the array `cx`);
+        where an output overlaps an input only partly, the result is as if the inputs had been copied first.
+    device : str, default "auto"
+        As for `lstm_cell_backward`. An NPU needs the operator `aclnnThnnFusedLstmCell`, which CANN has from 9.0.0 on.
+    num_threads : int, optional
+        Threads on the CPU. By default as many as the work pays for, up to `get_num_threads()`.
+
+    Returns
+    -------
+    LSTMCellState
+        Named tuple (hy, cy, gates) of the shapes (N, H), (N, H) and (N, 4*H), of the inputs' dtype. `gates` are the
+        activated gates, in the order i, f, g, o.
+
+    Raises
+    ------
+    NullPointerError
+        If `input_gates`, `hidden_gates` or `cx` is None (also a TypeError).
+    UnsupportedDtypeError
+        If a dtype is not float32, float64, float16 or bfloat16, or not that of the other arrays; if an argument has a
+        type that cannot serve (also a TypeError).
+    InvalidParameterError
+        If a rank, shape, output or option is wrong (also a ValueError).
+    NPUUnavailableError, NPURuntimeError
+        If an NPU was asked for and cannot be used, or failed (also RuntimeErrors).
+    MemoryError
+        If outputs or scratch memory cannot be allocated.
+
+    Notes
+    -----
+    All arrays have one dtype. float16 and bfloat16 are computed in float32 and rounded once: hy comes from the cell
+    state before it is rounded, as in PyTorch and CANN, while the backward pass reads the rounded one. The result has
+    the same bits for every number of threads, instruction set, processor family and memory layout, in place or not,
+    and for a row whether it is alone or in any batch.
+
+    With S the sum of the sizes of the terms of a gate's sum, gates are within ``4 * eps * |exact| * (1 + S)``: sigmoid
+    keeps its digits down to underflow, and terms that cancel do not cost tanh its digits. cy is within the same factor
+    of ``|f * cx| + |i * g|``, and hy of ``|o * tanh(cy)|``; `lstmcell_bwd.reference.forward_errors` measures it. Inf
+    and NaN follow IEEE arithmetic and the limits of sigmoid and tanh.
+
+    Nothing is written before all checks have passed. Inputs are never modified unless given as `out`.
+
+    References
+    ----------
+    PyTorch's `_thnn_fused_lstm_cell`, and the operator `aclnnThnnFusedLstmCell` of Ascend CANN. (CANN's documentation
+    gives the gate order as i, g, f, o; its code has i, f, g, o.)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from lstmcell_bwd import lstm_cell_forward
+    >>> one, products = np.ones((1, 8), np.float32), np.zeros((1, 32), np.float32)
+    >>> hy, cy, gates = lstm_cell_forward(products, products, one)
+    >>> cy[0, 0], hy[0, 0].round(4)
+    (np.float32(0.5), np.float32(0.2311))
+    """
+    cdef ForwardArguments arguments = check_forward_arguments(input_gates, hidden_gates, cx, input_bias, hidden_bias,
+                                                              out)
+    if num_threads is not None:
+        thread_count(num_threads)
+    npu = chosen_npu(arguments, arguments.on_host, device, None)
+    if npu is None:
+        return compute_forward_on_host(arguments, out, num_threads)
+    from lstmcell_bwd.npu import op
+
+    return op.lstm_cell_forward(arguments, out, npu)
 
 
 def lstm_cell_backward_part(grad_hy, grad_cy, cx, cy, gates, has_bias=True, *, first_row, out=None, num_threads=None,

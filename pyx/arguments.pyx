@@ -136,6 +136,26 @@ cdef int checked_storage(object name, object tensor) except -1:
     return check_dtype(name, tensor, -1, None)
 
 
+cdef inline object native_dtype(object tensor):
+    """The tensor's dtype in native byte order, which results have."""
+    if not PyArray_CheckExact(tensor):
+        return tensor.dtype
+    if cnp.PyArray_ISNOTSWAPPED(tensor):
+        return <object>cnp.PyArray_DESCR(tensor)
+    return (<object>cnp.PyArray_DESCR(tensor)).newbyteorder("=")
+
+
+cdef inline int check_state(object cx, Py_ssize_t* batch, Py_ssize_t* hidden) except -1:
+    """Batch and hidden size, which `cx` sets."""
+    if (cnp.PyArray_NDIM(cx) if PyArray_CheckExact(cx) else len(cx.shape)) != 2:
+        raise wrong_rank("cx", shape_of(cx))
+    if PyArray_CheckExact(cx):
+        batch[0], hidden[0] = cnp.PyArray_DIM(cx, 0), cnp.PyArray_DIM(cx, 1)
+    else:
+        batch[0], hidden[0] = cx.shape
+    return 0
+
+
 cdef object shape_of(object tensor):
     return tuple(tensor.shape)
 
@@ -238,7 +258,25 @@ cdef inline bint same_layout(cnp.ndarray a, cnp.ndarray b):
 
 @cython.freelist(8)
 cdef class Arguments:
-    """The checked arguments of one call, the same for every backend."""
+    """The checked arguments of one backward call, the same for every backend."""
+
+    @property
+    def tensors(self):
+        """All tensors of the call by name, None for what is missing."""
+        return {"cx": self.cx, "cy": self.cy, "gates": self.gates, "grad_hy": self.grad_hy, "grad_cy": self.grad_cy,
+                "grad_gates": self.grad_gates, "grad_cx": self.grad_cx, "grad_bias": self.grad_bias}
+
+
+@cython.freelist(8)
+cdef class ForwardArguments:
+    """The checked arguments of one forward call, likewise."""
+
+    @property
+    def tensors(self):
+        """All tensors of the call by name, None for what is missing."""
+        return {"cx": self.cx, "input_gates": self.input_gates, "hidden_gates": self.hidden_gates,
+                "input_bias": self.input_bias, "hidden_bias": self.hidden_bias,
+                "hy": self.hy, "cy": self.cy, "gates": self.gates}
 
 
 cdef object as_output(name, value):
@@ -251,18 +289,17 @@ cdef object as_output(name, value):
     return tensor
 
 
-cdef tuple unpack_out(object out):
+cdef tuple unpack_out(object out, names):
     if not isinstance(out, (tuple, list)):
-        raise wrong_type("out", "a triple (grad_gates, grad_cx, grad_bias)", out)
+        raise wrong_type("out", f"a triple ({names})", out)
     if len(out) != 3:
-        raise bad_argument("out", "be a triple (grad_gates, grad_cx, grad_bias)", f"{len(out)} entries")
+        raise bad_argument("out", f"be a triple ({names})", f"{len(out)} entries")
     return tuple(out)
 
 
-cdef int check_output(name, object tensor, Arguments checked) except -1:
+cdef int check_output(name, object tensor) except -1:
     """What an output must be beyond dtype and shape."""
     if not PyArray_CheckExact(tensor):
-        checked.on_host = False
         return 0
     if not cnp.PyArray_ISWRITEABLE(tensor):
         raise bad_output(name, "be writeable", "a read-only array")
@@ -274,23 +311,52 @@ cdef int check_output(name, object tensor, Arguments checked) except -1:
     return 0
 
 
+cdef int refuse_common_memory(tuple names, tuple outputs) except -1:
+    """Refuses outputs that overlap each other."""
+    cdef int k, other
+    for k in range(1, len(outputs)):
+        for other in range(k):
+            if outputs[k] is not None and outputs[other] is not None and share_memory(outputs[k], outputs[other]):
+                raise bad_output(names[k], f"not share memory with `out: {names[other]}`",
+                                 "overlapping outputs")
+    return 0
+
+
+cdef bint separate(list inputs, tuple outputs) except -1:
+    """Copies the inputs that an output partly overlaps; whether an output is an input, in place."""
+    cdef bint in_place = False
+    cdef int k
+    for k in range(len(inputs)):
+        for output in outputs:
+            if inputs[k] is None or output is None:
+                continue
+            if has_shape(output, cnp.PyArray_DIM(inputs[k], 0), cnp.PyArray_DIM(inputs[k], 1)) and same_layout(
+                    output, inputs[k]):
+                in_place = True
+            elif share_memory(output, inputs[k]):
+                inputs[k] = inputs[k].copy()
+    return in_place
+
+
 cdef int resolve_overlap(Arguments checked) except -1:
     """Refuses outputs that overlap each other; finds in-place use; copies inputs that an output partly overlaps."""
-    outputs = {"grad_gates": checked.grad_gates, "grad_cx": checked.grad_cx, "grad_bias": checked.grad_bias}
-    for name, other in (("grad_cx", "grad_gates"), ("grad_bias", "grad_gates"), ("grad_bias", "grad_cx")):
-        if outputs[name] is not None and outputs[other] is not None and share_memory(outputs[name], outputs[other]):
-            raise bad_output(name, f"not share memory with `out: {other}`", "overlapping outputs")
+    refuse_common_memory(("grad_gates", "grad_cx", "grad_bias"),
+                         (checked.grad_gates, checked.grad_cx, checked.grad_bias))
     # The bias is written when all inputs have been read, so it may lie anywhere in them.
     inputs = [checked.grad_hy, checked.grad_cy, checked.cx, checked.cy, checked.gates]
-    for k, array in enumerate(inputs):
-        for output, of_same_shape in ((checked.grad_gates, k == 4), (checked.grad_cx, k < 4)):
-            if array is None or output is None:
-                continue
-            if of_same_shape and same_layout(output, array):
-                checked.in_place = True
-            elif share_memory(output, array):
-                inputs[k] = array.copy()
+    checked.in_place = separate(inputs, (checked.grad_gates, checked.grad_cx))
     checked.grad_hy, checked.grad_cy, checked.cx, checked.cy, checked.gates = inputs
+    return 0
+
+
+cdef int resolve_forward_overlap(ForwardArguments checked) except -1:
+    """As `resolve_overlap`."""
+    outputs = checked.hy, checked.cy, checked.gates
+    refuse_common_memory(("hy", "cy", "gates"), outputs)
+    # The biases are read before anything is written, so outputs may lie anywhere in them.
+    inputs = [checked.input_gates, checked.hidden_gates, checked.cx]
+    checked.in_place = separate(inputs, outputs)
+    checked.input_gates, checked.hidden_gates, checked.cx = inputs
     return 0
 
 
@@ -309,11 +375,25 @@ cdef int check_overlap(Arguments checked) except -1:
     return 0
 
 
-cdef int check_npu_outputs(Arguments checked) except -1:
+cdef int check_forward_overlap(ForwardArguments checked) except -1:
+    """As `check_overlap`."""
+    cdef Extent none, hidden, cell, gates
+    none.first = none.end = NULL
+    hidden = extent_of(checked.hy) if checked.hy is not None else none
+    cell = extent_of(checked.cy) if checked.cy is not None else none
+    gates = extent_of(checked.gates) if checked.gates is not None else none
+    if (extents_meet(hidden, cell) or extents_meet(hidden, gates) or extents_meet(cell, gates)
+            or meets_outputs(checked.input_gates, hidden, cell) or meets_outputs(checked.input_gates, gates, none)
+            or meets_outputs(checked.hidden_gates, hidden, cell) or meets_outputs(checked.hidden_gates, gates, none)
+            or meets_outputs(checked.cx, hidden, cell) or meets_outputs(checked.cx, gates, none)):
+        resolve_forward_overlap(checked)
+    return 0
+
+
+cdef int check_npu_outputs(tuple names, tuple outputs) except -1:
     """The rules on overlap for outputs on an NPU, asked of arrays over the device addresses that nobody reads."""
     earlier = []
-    for name in ("grad_gates", "grad_cx", "grad_bias"):
-        tensor = getattr(checked, name)
+    for name, tensor in zip(names, outputs):
         if tensor is None or isinstance(tensor, np.ndarray):
             continue
         addresses = tensor.addresses
@@ -327,12 +407,12 @@ cdef int check_npu_outputs(Arguments checked) except -1:
     return 0
 
 
-cdef inline bint meets_outputs(object tensor, Extent gates, Extent state) noexcept:
+cdef inline bint meets_outputs(object tensor, Extent first, Extent second) noexcept:
     cdef Extent extent
     if tensor is None:
         return False
     extent = extent_of(tensor)
-    return extents_meet(extent, gates) or extents_meet(extent, state)
+    return extents_meet(extent, first) or extents_meet(extent, second)
 
 
 cpdef Arguments check_arguments(object grad_hy, object grad_cy, object cx, object cy, object gates, object has_bias,
@@ -350,7 +430,6 @@ cpdef Arguments check_arguments(object grad_hy, object grad_cy, object cx, objec
         has_bias = bool(has_bias)
     checked.has_bias = has_bias
     checked.in_place = False
-    checked.on_host = True
 
     if cx is None:
         raise missing("cx")
@@ -366,7 +445,7 @@ cpdef Arguments check_arguments(object grad_hy, object grad_cy, object cx, objec
     if grad_cy is not None:
         checked.grad_cy = as_tensor("grad_cy", grad_cy)
     if out is not None:
-        grad_gates, grad_cx, grad_bias = unpack_out(out)
+        grad_gates, grad_cx, grad_bias = unpack_out(out, "grad_gates, grad_cx, grad_bias")
         if grad_gates is not None:
             checked.grad_gates = as_output("grad_gates", grad_gates)
         if grad_cx is not None:
@@ -378,9 +457,7 @@ cpdef Arguments check_arguments(object grad_hy, object grad_cy, object cx, objec
 
     storage = check_dtype("cx", checked.cx, -1, None)
     checked.storage = storage
-    checked.dtype = (<object>cnp.PyArray_DESCR(checked.cx)) if PyArray_CheckExact(checked.cx) else checked.cx.dtype
-    if PyArray_CheckExact(checked.cx) and not cnp.PyArray_ISNOTSWAPPED(checked.cx):
-        checked.dtype = checked.dtype.newbyteorder("=")      # results are native
+    checked.dtype = native_dtype(checked.cx)
     check_dtype("cy", checked.cy, storage, checked.dtype)
     check_dtype("gates", checked.gates, storage, checked.dtype)
     if checked.grad_hy is not None:
@@ -394,12 +471,7 @@ cpdef Arguments check_arguments(object grad_hy, object grad_cy, object cx, objec
     if checked.grad_bias is not None:
         check_dtype("out: grad_bias", checked.grad_bias, storage, checked.dtype)
 
-    if (cnp.PyArray_NDIM(checked.cx) if PyArray_CheckExact(checked.cx) else len(checked.cx.shape)) != 2:
-        raise wrong_rank("cx", shape_of(checked.cx))
-    if PyArray_CheckExact(checked.cx):
-        batch, hidden = cnp.PyArray_DIM(checked.cx, 0), cnp.PyArray_DIM(checked.cx, 1)
-    else:
-        batch, hidden = checked.cx.shape
+    check_state(checked.cx, &batch, &hidden)
     checked.batch = batch
     checked.hidden = hidden
     check_shape("cy", checked.cy, batch, hidden, "(N, H)", checked.cx)
@@ -410,21 +482,92 @@ cpdef Arguments check_arguments(object grad_hy, object grad_cy, object cx, objec
         check_shape("grad_cy", checked.grad_cy, batch, hidden, "(N, H)", checked.cx)
     if checked.grad_gates is not None:
         check_shape("out: grad_gates", checked.grad_gates, batch, 4 * hidden, "(N, 4*H)", checked.cx)
-        check_output("grad_gates", checked.grad_gates, checked)
+        check_output("grad_gates", checked.grad_gates)
     if checked.grad_cx is not None:
         check_shape("out: grad_cx", checked.grad_cx, batch, hidden, "(N, H)", checked.cx)
-        check_output("grad_cx", checked.grad_cx, checked)
+        check_output("grad_cx", checked.grad_cx)
     if checked.grad_bias is not None:
         check_shape("out: grad_bias", checked.grad_bias, -1, 4 * hidden, "(4*H,)", checked.cx)
-        check_output("grad_bias", checked.grad_bias, checked)
+        check_output("grad_bias", checked.grad_bias)
 
-    checked.on_host = (checked.on_host and on_host(checked.cx) and on_host(checked.cy) and on_host(checked.gates)
-                       and on_host(checked.grad_hy) and on_host(checked.grad_cy))
+    checked.on_host = (on_host(checked.cx) and on_host(checked.cy) and on_host(checked.gates)
+                       and on_host(checked.grad_hy) and on_host(checked.grad_cy) and on_host(checked.grad_gates)
+                       and on_host(checked.grad_cx) and on_host(checked.grad_bias))
     if out is not None:
         if checked.on_host:
             check_overlap(checked)
         else:
-            check_npu_outputs(checked)
+            check_npu_outputs(("grad_gates", "grad_cx", "grad_bias"),
+                              (checked.grad_gates, checked.grad_cx, checked.grad_bias))
+    return checked
+
+
+cpdef ForwardArguments check_forward_arguments(object input_gates, object hidden_gates, object cx, object input_bias,
+                                               object hidden_bias, object out):
+    """Checks all tensors of a forward call, in the same way."""
+    cdef ForwardArguments checked = ForwardArguments.__new__(ForwardArguments)
+    cdef Py_ssize_t batch, hidden
+    cdef int storage
+    checked.in_place = False
+
+    if input_gates is None:
+        raise missing("input_gates")
+    if hidden_gates is None:
+        raise missing("hidden_gates")
+    if cx is None:
+        raise missing("cx")
+    checked.input_gates = as_tensor("input_gates", input_gates)
+    checked.hidden_gates = as_tensor("hidden_gates", hidden_gates)
+    checked.cx = as_tensor("cx", cx)
+    if input_bias is not None:
+        checked.input_bias = as_tensor("input_bias", input_bias)
+    if hidden_bias is not None:
+        checked.hidden_bias = as_tensor("hidden_bias", hidden_bias)
+    if out is not None:
+        hy, cy, gates = unpack_out(out, "hy, cy, gates")
+        if hy is not None:
+            checked.hy = as_output("hy", hy)
+        if cy is not None:
+            checked.cy = as_output("cy", cy)
+        if gates is not None:
+            checked.gates = as_output("gates", gates)
+
+    storage = check_dtype("cx", checked.cx, -1, None)
+    checked.storage = storage
+    checked.dtype = native_dtype(checked.cx)
+    for name, tensor in (("input_gates", checked.input_gates), ("hidden_gates", checked.hidden_gates),
+                         ("input_bias", checked.input_bias), ("hidden_bias", checked.hidden_bias),
+                         ("out: hy", checked.hy), ("out: cy", checked.cy), ("out: gates", checked.gates)):
+        if tensor is not None:
+            check_dtype(name, tensor, storage, checked.dtype)
+
+    check_state(checked.cx, &batch, &hidden)
+    checked.batch = batch
+    checked.hidden = hidden
+    check_shape("input_gates", checked.input_gates, batch, 4 * hidden, "(N, 4*H)", checked.cx)
+    check_shape("hidden_gates", checked.hidden_gates, batch, 4 * hidden, "(N, 4*H)", checked.cx)
+    if checked.input_bias is not None:
+        check_shape("input_bias", checked.input_bias, -1, 4 * hidden, "(4*H,)", checked.cx)
+    if checked.hidden_bias is not None:
+        check_shape("hidden_bias", checked.hidden_bias, -1, 4 * hidden, "(4*H,)", checked.cx)
+    if checked.hy is not None:
+        check_shape("out: hy", checked.hy, batch, hidden, "(N, H)", checked.cx)
+        check_output("hy", checked.hy)
+    if checked.cy is not None:
+        check_shape("out: cy", checked.cy, batch, hidden, "(N, H)", checked.cx)
+        check_output("cy", checked.cy)
+    if checked.gates is not None:
+        check_shape("out: gates", checked.gates, batch, 4 * hidden, "(N, 4*H)", checked.cx)
+        check_output("gates", checked.gates)
+
+    checked.on_host = (on_host(checked.input_gates) and on_host(checked.hidden_gates) and on_host(checked.cx)
+                       and on_host(checked.input_bias) and on_host(checked.hidden_bias) and on_host(checked.hy)
+                       and on_host(checked.cy) and on_host(checked.gates))
+    if out is not None:
+        if checked.on_host:
+            check_forward_overlap(checked)
+        else:
+            check_npu_outputs(("hy", "cy", "gates"), (checked.hy, checked.cy, checked.gates))
     return checked
 
 

@@ -2,10 +2,14 @@
 # each stub publishes in a capsule. Change ABI_VERSION with any change here.
 
 cdef enum:
-    ABI_VERSION = 2
+    ABI_VERSION = 3
     SOURCES = 8        # planes read:    grad_hy, grad_cy, cx, cy and the gates i, f, g, o
     TARGETS = 5        # planes written: the gradients of i, f, g, o and of cx
     PLANES = 13        # all of them
+    # The forward pass: input_gates i, f, g, o, hidden_gates i, f, g, o and cx; the gates i, f, g, o, cy and hy.
+    FORWARD_SOURCES = 9
+    FORWARD_TARGETS = 6
+    FORWARD_PLANES = 15
     GATES = 4
     LEAF_ROWS = 32     # rows of one leaf of the bias tree; part of the result's definition (BIAS_LEAF_ROWS)
     RUN_ROWS = 4       # rows summed in the arithmetic type before they enter the wide sums; likewise
@@ -40,15 +44,16 @@ ctypedef struct Node:
     int level
 
 ctypedef struct Call:
-    Plane source[SOURCES]
-    Plane target[TARGETS]
+    Plane source[FORWARD_SOURCES] # the first SOURCES of the backward pass; all of the forward pass
+    Plane target[FORWARD_TARGETS] # likewise TARGETS
+    Plane bias_source[2]          # forward: input_bias and hidden_bias, rows of 4 * hidden; NULL stands for zeros
     char* bias                    # NULL: no bias is rounded (has_bias is off, or a part is computed)
     Py_ssize_t bias_stride
     Storage storage
     Py_ssize_t batch
     Py_ssize_t hidden
     Py_ssize_t first_leaf         # the leaf of the whole batch that row 0 begins
-    bint has_bias
+    bint has_bias                 # forward: one of the biases is given
     bint nonfinite_nan            # the operator's rule for Inf and NaN; otherwise plain IEEE arithmetic
     bint in_place                 # an output is also an input: a run leaves its tile only when all of it is done
     bint staged                   # outputs leave through the tile's stage (any output that is not direct, too)
@@ -63,7 +68,7 @@ ctypedef struct Call:
     Py_ssize_t strips
     Py_ssize_t pieces
     int piece_level               # no piece holds more than 2^piece_level leaves
-    Py_ssize_t nodes_bytes        # the parts of the scratch memory: nodes, then one block per thread
+    Py_ssize_t nodes_bytes        # the parts of the scratch memory: nodes (forward: the biases' sum), blocks of threads
     Py_ssize_t thread_bytes
     Py_ssize_t scratch_bytes
     # Scratch memory, 64-byte aligned, and what run() leaves at its start.
@@ -74,6 +79,8 @@ ctypedef struct KernelTable:
     int version
     void (*plan)(Call* call) noexcept nogil
     void (*run)(Call* call) noexcept nogil
+    void (*plan_forward)(Call* call) noexcept nogil
+    void (*run_forward)(Call* call) noexcept nogil
     void (*merge_nodes)(bint pairs, Py_ssize_t count, double* left, const double* right) noexcept nogil
     void (*round_bias)(Storage storage, Py_ssize_t count, const double* root, char* bias,
                        Py_ssize_t stride) noexcept nogil

@@ -1,0 +1,360 @@
+# The fused forward pass of an LSTM cell: what follows its two matrix products, and the cache for the backward pass.
+#
+# Notation (batch N, hidden size H)
+#     input_gates, hidden_gates   the two matrix products, blocks i, f, g, o             [N, 4H]
+#     input_bias, hidden_bias     each may be missing                                    [4H]
+#     a                           (input_gates + hidden_gates) + (input_bias + hidden_bias)
+#     i, f, o and g               sigmoid(a) and tanh(a): `gates`                        [N, 4H]
+#     cx, cy, hy                  the cell state that enters; f * cx + i * g; o * tanh(cy)   [N, H]
+#
+# Design notes a) to d) of kernel.pxi hold here too, with these differences.
+# e) With a bias, a is a sum of three or four terms, which can cancel until nothing but rounding errors are left, and
+#    tanh hands a relative error on. So rounding errors are carried along (Knuth's two-sum): the sum of the two biases
+#    is kept as a pair of numbers, made once per call, and a is rounded once at its end.
+# f) Inf, NaN, |a| past 87 (708 in float64) and |cy| past 43.5 (354) become a NaN in hy, and the row is computed again.
+
+# ---- scalar formulas --------------------------------------------------------------------------------------------
+
+cdef inline real_t excess(real_t a, real_t b, real_t total) noexcept nogil:
+    """What rounding added to total = a + b. Subtracting it keeps the sign of a zero."""
+    cdef real_t b_seen = total - a
+    return ((total - b_seen) - a) + (b_seen - b)
+
+
+cdef inline real_t biased_sum(real_t x, real_t y, real_t bias, real_t bias_excess, bint careful) noexcept nogil:
+    """(x + y) + (bias - bias_excess), rounded once but for what is left after two roundings.
+
+    Unless careful, NaN where a partial sum is not finite.
+    """
+    cdef real_t first = x + y
+    cdef real_t total = first + bias
+    cdef real_t over = excess(x, y, first) + (excess(first, bias, total) + bias_excess)
+    if careful:
+        return total - over if over - over == 0 else total
+    return total - over
+
+
+cdef inline real_t sigmoid_of(real_t a, real_t one, bint careful) noexcept nogil:
+    """1 / (1 + exp(-a)) from E = exp(-|a|), which keeps its digits at both ends.
+
+    Unless careful, NaN for |a| above 87 (708 in float64) and for NaN.
+    """
+    cdef real_t r, scale, s_last, e, d
+    split_exponential(a * <real_t>0.5, one, careful, &r, &scale, &s_last)
+    e = scale + scale * exponential_minus_one(r)
+    if careful:
+        e = e * s_last
+    d = one + e
+    if not careful:
+        if real_t is float:
+            d = d if with_sign(a, one) <= f32_bits((FAST_LIMIT_F32 >> 1) + 0x00800000u) else f32_bits(0x7fc00000u)
+        else:
+            d = d if with_sign(a, one) <= f64_bits((FAST_LIMIT_F64 >> 1) + 0x0010000000000000u) else f64_bits(
+                0x7ff8000000000000u)
+    return (e if a < 0 else one) / d
+
+
+cdef inline real_t tanh_of(real_t x, real_t one, bint careful) noexcept nogil:
+    """tanh. Unless careful, NaN for |x| above 43.5 (354 in float64) and for NaN."""
+    cdef real_t r, scale, s_last, t, s
+    split_exponential(x, one, careful, &r, &scale, &s_last)
+    tanh_pair(x, exponential_minus_one(r), scale, one, careful, &t, &s)
+    return t
+
+
+# ---- one row of a tile ------------------------------------------------------------------------------------------
+
+cdef void sum_row(real_t one, Py_ssize_t count,
+                  row_t x, row_t y,                                                                          # IN
+                  row_t a) noexcept nogil:                                                                   # OUT
+    cdef Py_ssize_t j
+    for j in range(count):
+        a[j] = <real_t>x[j] + <real_t>y[j]
+
+
+cdef void biased_sum_row(real_t one, Py_ssize_t count,
+                         row_t x, row_t y, row_t bias, row_t bias_excess,                                    # IN
+                         row_t a) noexcept nogil:                                                            # OUT
+    cdef Py_ssize_t j
+    for j in range(count):
+        a[j] = biased_sum(<real_t>x[j], <real_t>y[j], <real_t>bias[j], <real_t>bias_excess[j], False)
+
+
+cdef void sigmoid_row(real_t one, Py_ssize_t count,
+                      row_t a) noexcept nogil:                                                               # INOUT
+    cdef Py_ssize_t j
+    for j in range(count):
+        a[j] = sigmoid_of(<real_t>a[j], one, False)
+
+
+cdef void tanh_row(real_t one, Py_ssize_t count,
+                   row_t a) noexcept nogil:                                                                  # INOUT
+    cdef Py_ssize_t j
+    for j in range(count):
+        a[j] = tanh_of(<real_t>a[j], one, False)
+
+
+cdef void cell_row(real_t one, Py_ssize_t count,
+                   row_t cx, row_t i, row_t f, row_t g,                                                      # IN
+                   row_t cy) noexcept nogil:                                                                 # OUT
+    cdef Py_ssize_t j
+    for j in range(count):
+        cy[j] = <real_t>f[j] * <real_t>cx[j] + <real_t>i[j] * <real_t>g[j]
+
+
+cdef bint hidden_row(real_t one, Py_ssize_t count,
+                     row_t cy, row_t o,                                                                      # IN
+                     row_t hy) noexcept nogil:                                                               # OUT
+    """hy; whether all of it is finite (design note f)."""
+    cdef Py_ssize_t j
+    cdef real_t h
+    cdef uint32_t narrow = 0
+    cdef uint64_t wide = 0
+    for j in range(count):
+        h = <real_t>o[j] * tanh_of(<real_t>cy[j], one, False)
+        hy[j] = h
+        if real_t is float:
+            narrow |= bits_f32(h - h)
+        else:
+            wide |= bits_f64(h - h)
+    return (narrow == 0) if real_t is float else (wide == 0)
+
+
+cdef void careful_sum_row(real_t one, Py_ssize_t count, bint biased,
+                          row_t x, row_t y, row_t bias, row_t bias_excess,                                   # IN
+                          row_t a) noexcept nogil:                                                           # OUT
+    """The sums of one gate, for all inputs there are."""
+    cdef Py_ssize_t j
+    if not biased:
+        sum_row(one, count, x, y, a)
+        return
+    for j in range(count):
+        a[j] = biased_sum(<real_t>x[j], <real_t>y[j], <real_t>bias[j], <real_t>bias_excess[j], True)
+
+
+cdef void careful_activation_row(real_t one, Py_ssize_t count,
+                                 row_t cx,                                                                   # IN
+                                 row_t i, row_t f, row_t g, row_t o,                                         # INOUT
+                                 row_t cy, row_t hy) noexcept nogil:                                         # OUT
+    """As the rows above, from the sums on, for all inputs there are, in plain IEEE arithmetic."""
+    cdef Py_ssize_t j
+    cdef real_t in_gate, forget_gate, cell_gate, out_gate, cell
+    for j in range(count):
+        in_gate = sigmoid_of(<real_t>i[j], one, True)
+        forget_gate = sigmoid_of(<real_t>f[j], one, True)
+        cell_gate = tanh_of(<real_t>g[j], one, True)
+        out_gate = sigmoid_of(<real_t>o[j], one, True)
+        cell = forget_gate * <real_t>cx[j] + in_gate * cell_gate
+        i[j] = in_gate
+        f[j] = forget_gate
+        g[j] = cell_gate
+        o[j] = out_gate
+        cy[j] = cell
+        hy[j] = out_gate * tanh_of(cell, one, True)
+
+
+# ---- one tile ---------------------------------------------------------------------------------------------------
+
+ctypedef struct ForwardBuffers: # of one thread; rows are `pitch` elements apart
+    char* packed                # [FORWARD_SOURCES]            inputs that cannot be read where they lie
+    char* blocks                # [FORWARD_SOURCES, LEAF_ROWS] inputs that are read a column at a time
+    char* stage                 # [FORWARD_TARGETS]            outputs that cannot be written where they go
+    char* halves                # [1]                          a row of float16 or bfloat16 on its way past the cache
+    lstmcell_carry* carry       # [RUN_ROWS, FORWARD_TARGETS]  what waits for the rest of its 64-byte line
+    char* bias                  # [2, GATES * hidden]          the biases' sum, what rounding added; all threads'
+    Py_ssize_t pitch
+
+
+cdef void forward_row(real_t one, row_t kind, const Call* call, const ForwardBuffers* buffers, const Ahead* ahead,
+                      Py_ssize_t row, Py_ssize_t column, Py_ssize_t count,                                   # IN
+                      real_t** target) noexcept nogil:                                                       # OUT
+    """One row of a tile, from the arrays to `target`: i, f, g, o, cy, hy."""
+    cdef real_t* source[FORWARD_SOURCES]
+    cdef real_t* bias = <real_t*>buffers.bias + column
+    cdef Py_ssize_t lane = GATES * call.hidden
+    cdef const Plane* plane
+    cdef Py_ssize_t k
+    for k in range(FORWARD_SOURCES):
+        plane = &call.source[k]
+        if plane.direct:
+            source[k] = <real_t*>(plane.data + row * plane.row_stride + column * plane.column_stride)
+        elif plane.blocked:
+            source[k] = <real_t*>buffers.blocks + (k * LEAF_ROWS + row % LEAF_ROWS) * buffers.pitch
+        else:
+            source[k] = <real_t*>buffers.packed + k * buffers.pitch
+            pack_row(one, plane, call.storage, row, column, count, source[k])
+    for k in range(GATES):
+        prefetch_sources(call, ahead, k, k + 1)
+        if call.has_bias:
+            biased_sum_row(one, count, <row_t>source[k], <row_t>source[GATES + k], <row_t>(bias + k * call.hidden),
+                           <row_t>(bias + lane + k * call.hidden), <row_t>target[k])
+        else:
+            sum_row(one, count, <row_t>source[k], <row_t>source[GATES + k], <row_t>target[k])
+        prefetch_sources(call, ahead, GATES + k, GATES + k + 1)
+        if k == 2:
+            tanh_row(one, count, <row_t>target[k])
+        else:
+            sigmoid_row(one, count, <row_t>target[k])
+    prefetch_sources(call, ahead, 2 * GATES, FORWARD_SOURCES)
+    cell_row(one, count, <row_t>source[2 * GATES], <row_t>target[0], <row_t>target[1], <row_t>target[2],
+             <row_t>target[4])
+    if hidden_row(one, count, <row_t>target[4], <row_t>target[3], <row_t>target[5]):
+        return
+    for k in range(GATES):
+        careful_sum_row(one, count, call.has_bias, <row_t>source[k], <row_t>source[GATES + k],
+                        <row_t>(bias + k * call.hidden), <row_t>(bias + lane + k * call.hidden), <row_t>target[k])
+    careful_activation_row(one, count, <row_t>source[2 * GATES], <row_t>target[0], <row_t>target[1],
+                           <row_t>target[2], <row_t>target[3], <row_t>target[4], <row_t>target[5])
+
+
+cdef void forward_tile(real_t one, row_t kind, const Call* call, const ForwardBuffers* buffers, Ahead ahead,
+                       Py_ssize_t first_row, Py_ssize_t rows, Py_ssize_t column, Py_ssize_t count,
+                       bint last) noexcept nogil:
+    """A run of rows by `count` columns."""
+    cdef real_t* target[FORWARD_TARGETS]
+    cdef const Plane* plane
+    cdef Py_ssize_t r, k
+    for r in range(rows):
+        for k in range(FORWARD_TARGETS):
+            plane = &call.target[k]
+            if call.staged:
+                target[k] = <real_t*>buffers.stage + k * buffers.pitch
+            else:
+                target[k] = <real_t*>(plane.data + (first_row + r) * plane.row_stride + column * plane.column_stride)
+        forward_row(one, kind, call, buffers, &ahead, first_row + r, column, count, target)
+        ahead.row += 1
+        if call.staged:
+            for k in range(FORWARD_TARGETS):
+                unpack_row(one, &call.target[k], call.storage, first_row + r, column, count, call.streaming, last,
+                           target[k], buffers.halves, buffers.carry + r * FORWARD_TARGETS + k)
+
+
+# ---- pieces and threads -----------------------------------------------------------------------------------------
+
+cdef void forward_leaf(real_t one, row_t kind, const Call* call, const ForwardBuffers* buffers, Py_ssize_t first_row,
+                       Py_ssize_t end_row, Py_ssize_t first_column, Py_ssize_t columns,
+                       Py_ssize_t lead) noexcept nogil:
+    """One strip of LEAF_ROWS rows: run by run, or where inputs are read in blocks, tile by tile."""
+    cdef Py_ssize_t block_columns = call.tile if call.blocked else columns
+    cdef Py_ssize_t block = 0
+    cdef Py_ssize_t row, column, count, k
+    while block < columns:
+        block_columns = min(block_columns, columns - block)
+        if call.blocked:
+            for k in range(FORWARD_SOURCES):
+                if call.source[k].blocked:
+                    pack_block(one, &call.source[k], call.storage, first_row, end_row - first_row,
+                               first_column + block, block_columns, buffers.pitch,
+                               <real_t*>buffers.blocks + k * LEAF_ROWS * buffers.pitch)
+        row = first_row
+        while row < end_row:
+            column = block
+            while column < block + block_columns:
+                count = min(block + block_columns - column, lead if lead > 0 and column == 0 else call.tile)
+                forward_tile(one, kind, call, buffers, ahead_of(call, row, column + count, first_column, columns), row,
+                             min(<Py_ssize_t>RUN_ROWS, end_row - row), first_column + column, count,
+                             column + count == block + block_columns)
+                column += count
+            row += RUN_ROWS
+        block += block_columns
+
+
+cdef void forward_piece(real_t one, row_t kind, const Call* call, const ForwardBuffers* buffers, Py_ssize_t first_row,
+                        Py_ssize_t end_row, Py_ssize_t first_column, Py_ssize_t columns) noexcept nogil:
+    cdef Py_ssize_t lead = lead_of(call, first_column, columns)
+    while first_row < end_row:
+        forward_leaf(one, kind, call, buffers, first_row, min(first_row + LEAF_ROWS, end_row), first_column, columns,
+                     lead)
+        first_row += LEAF_ROWS
+
+
+cdef void forward_item(const Call* call, Py_ssize_t item, char* block) noexcept nogil:
+    """One piece by one strip, with a thread's block of scratch memory."""
+    cdef Py_ssize_t width = 8 if call.storage == STORAGE_FLOAT64 else 4
+    cdef Py_ssize_t first_column = item % call.strips * call.strip
+    cdef Py_ssize_t columns = min(call.strip, call.hidden - first_column)
+    cdef Py_ssize_t rows = <Py_ssize_t>LEAF_ROWS << call.piece_level
+    cdef Py_ssize_t first_row = item // call.strips * rows
+    cdef Py_ssize_t end_row = min(first_row + rows, call.batch)
+    cdef ForwardBuffers buffers
+    # Each row has 64 bytes before it, for what is carried over.
+    buffers.pitch = pitch_of(call, width)
+    buffers.packed = block + 64
+    buffers.blocks = buffers.packed + FORWARD_SOURCES * buffers.pitch * width
+    buffers.stage = buffers.blocks + (FORWARD_SOURCES * LEAF_ROWS * buffers.pitch * width if call.blocked else 0)
+    buffers.halves = buffers.stage + FORWARD_TARGETS * buffers.pitch * width
+    buffers.carry = <lstmcell_carry*>(buffers.halves + buffers.pitch * width)
+    buffers.bias = call.scratch
+    memset(buffers.carry, 0, RUN_ROWS * FORWARD_TARGETS * sizeof(lstmcell_carry))
+    if call.storage == STORAGE_FLOAT64:
+        forward_piece(<double>1, <f64_row>NULL, call, &buffers, first_row, end_row, first_column, columns)
+    else:
+        forward_piece(<float>1, <f32_row>NULL, call, &buffers, first_row, end_row, first_column, columns)
+
+
+cdef void plan_forward(Call* call) noexcept nogil:
+    """Cuts the work as `plan` does, into pieces of 2^piece_level leaves; the biases' sum stands for the nodes."""
+    cdef Py_ssize_t width = 8 if call.storage == STORAGE_FLOAT64 else 4
+    cdef bint has_bias = call.has_bias
+    call.has_bias = False       # no sums over the batch
+    plan(call)
+    call.has_bias = has_bias
+    call.pieces = (leaves_of(call) + (<Py_ssize_t>1 << call.piece_level) - 1) >> call.piece_level
+    call.nodes_bytes = padded(2 * GATES * call.hidden * width) if has_bias else 0
+    call.thread_bytes = padded(64 + (1 + FORWARD_SOURCES + FORWARD_TARGETS) * pitch_of(call, width) * width
+                               + RUN_ROWS * FORWARD_TARGETS * sizeof(lstmcell_carry))
+    if call.blocked:
+        call.thread_bytes += padded(FORWARD_SOURCES * LEAF_ROWS * pitch_of(call, width) * width)
+    call.scratch_bytes = call.nodes_bytes + call.threads * call.thread_bytes
+
+
+cdef void add_biases(real_t one, const Call* call,                                                           # IN
+                     real_t* total) noexcept nogil:                                                          # OUT
+    """The sum of the biases [GATES * hidden], and behind it what rounding added; a missing one is zeros."""
+    cdef Py_ssize_t lane = GATES * call.hidden
+    cdef real_t* second = total + lane
+    cdef real_t rounded
+    cdef Py_ssize_t j
+    # Adding -0 changes nothing, the sign of a zero included.
+    for j in range(lane):
+        total[j] = -<real_t>0
+        second[j] = -<real_t>0
+    if call.bias_source[0].data != NULL:
+        pack_row(one, &call.bias_source[0], call.storage, 0, 0, lane, total)
+    if call.bias_source[1].data != NULL:
+        pack_row(one, &call.bias_source[1], call.storage, 0, 0, lane, second)
+    for j in range(lane):
+        rounded = total[j] + second[j]
+        second[j] = excess(total[j], second[j], rounded)
+        total[j] = rounded
+
+
+cdef void run_forward(Call* call) noexcept nogil:
+    """The whole call, as cut by `plan_forward`, in the scratch memory that the caller has provided."""
+    cdef Py_ssize_t items = call.pieces * call.strips
+    cdef char* blocks = call.scratch + call.nodes_bytes
+    cdef Py_ssize_t item
+    cdef uint64_t inside = 0
+    cdef uint64_t before = fp_state_enter()
+    if call.has_bias and call.storage == STORAGE_FLOAT64:
+        add_biases(<double>1, call, <double*>call.scratch)
+    elif call.has_bias:
+        add_biases(<float>1, call, <float*>call.scratch)
+    if call.threads == 1:
+        for item in range(items):
+            forward_item(call, item, blocks)
+        if call.streaming:
+            stream_fence()
+    else:
+        with parallel(num_threads=call.threads):
+            inside = fp_state_enter()
+            for item in prange(items, schedule="dynamic", chunksize=1):
+                forward_item(call, item, blocks + threadid() * call.thread_bytes)
+            if call.streaming:
+                stream_fence()
+            fp_state_leave(inside)
+    fp_state_leave(before)
+
+
+table.plan_forward = plan_forward
+table.run_forward = run_forward
