@@ -2,6 +2,7 @@
 """What the CPU can run, how many CPUs the process may use, and how the package was built."""
 
 import os
+import time
 
 from libc.stdint cimport uint64_t
 
@@ -135,6 +136,11 @@ def cgroup_cpus():
     return min(limits, default=None)
 
 
+# The control group's files take longer to read than a small call to run, so they are read once a second at most.
+cdef object group_quota = None
+cdef double group_quota_expires = 0
+
+
 def usable_cpus():
     """CPUs that this process may use by affinity and by its control group's quota, at least 1.
 
@@ -142,14 +148,18 @@ def usable_cpus():
     -------
     int
     """
+    global group_quota, group_quota_expires
     cdef int count
+    cdef double now = time.monotonic()
     try:
         count = len(os.sched_getaffinity(0))
     except AttributeError:
         count = os.cpu_count() or 1
-    quota = cgroup_cpus()
-    if quota is not None:
-        count = min(count, max(1, int(quota + 0.5)))
+    if now >= group_quota_expires:
+        group_quota = cgroup_cpus()
+        group_quota_expires = now + 1
+    if group_quota is not None:
+        count = min(count, max(1, int(group_quota + 0.5)))
     return max(1, count)
 
 
