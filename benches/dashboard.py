@@ -22,7 +22,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benches import facts
+from benches import ROOT, facts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,9 +62,8 @@ def command(*words: str, where: Path = BENCHES, **options: object) -> str:
 
 def newest_commits(number: int) -> list[str]:
     """Return the newest commits that changed the package or what it is compiled from, oldest first."""
-    paths = ("pyx", "setup.py", "lstmcell_bwd")
-    words = ("git", "rev-list", f"--max-count={number}", "HEAD", "--", *paths)
-    listed = command(*words, where=facts.ROOT, stdout=subprocess.PIPE)
+    words = ("git", "rev-list", f"--max-count={number}", "HEAD", "--", *facts.PACKAGE)
+    listed = command(*words, where=ROOT, stdout=subprocess.PIPE)
     commits = listed.split()[::-1]
     if len(commits) < number:
         msg = f"the history has {len(commits)} such commits, not {number}: a shallow clone?"

@@ -11,8 +11,10 @@ import numpy as np
 
 from benches import read
 
-__all__ = ["DTYPES", "KINDS", "Inputs", "inputs", "numpy_backward", "outputs"]
+__all__ = ["DTYPES", "KINDS", "SIZES", "Inputs", "inputs", "numpy_backward", "outputs", "shape"]
 
+# Batch x hidden size. The first two live in the core's caches, the next two in the last level, the rest in memory.
+SIZES = ("32x128", "64x512", "256x1024", "1024x256", "4096x1000", "4096x1024", "16384x256")
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 KINDS = ("ordinary", "nan", "subnormal", "large_cell", "saturated")
 SEED = 20240229
@@ -29,6 +31,12 @@ class Inputs(NamedTuple):
     cx: np.ndarray
     cy: np.ndarray
     gates: np.ndarray
+
+
+def shape(size: str) -> tuple[int, int]:
+    """Return batch and hidden size of a size's name."""
+    batch, hidden = size.split("x")
+    return int(batch), int(hidden)
 
 
 def _dtype(name: str) -> np.dtype:

@@ -17,11 +17,13 @@ from pathlib import Path
 import numpy as np
 
 import lstmcell_bwd
+from benches import ROOT
 from lstmcell_bwd import _features
 
-__all__ = ["commit", "cpu_name", "facts"]
+__all__ = ["PACKAGE", "commit", "cpu_name", "facts"]
 
-ROOT = Path(__file__).resolve().parents[1]
+# What a commit must touch to change a figure.
+PACKAGE = ("pyx", "setup.py", "lstmcell_bwd")
 
 
 def cpu_name() -> str:
@@ -35,15 +37,16 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """Return the commit of this checkout, with a "+" where compiled sources differ from it; "unknown" without git."""
+    """Return the newest commit that changed the package, with "+" where it was changed since; "unknown" without git."""
     git = ["git", "-C", str(ROOT)]
     try:
-        name = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True)
-        status = [*git, "status", "--porcelain", "--", "pyx", "setup.py"]
+        newest = [*git, "log", "--max-count=1", "--abbrev=10", "--format=%h", "--", *PACKAGE]
+        name = subprocess.run(newest, capture_output=True, text=True, check=True)
+        status = [*git, "status", "--porcelain", "--untracked-files=no", "--", *PACKAGE]
         changed = subprocess.run(status, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return name.stdout.strip() + ("+" if changed.stdout else "")
+    return (name.stdout.strip() or "unknown") + ("+" if changed.stdout else "")
 
 
 def facts() -> dict[str, object]:

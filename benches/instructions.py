@@ -7,7 +7,8 @@ valgrind's callgrind counts what the kernel's extension executes from the entry 
 one call of each size on one thread, with each instruction set that valgrind can run (AVX-512 is not among them).
 
 Exit status: 0 all counts within 3 % of the recorded ones, or below; 1 slower, more instructions than that; 2 bad usage;
-3 could not measure: no valgrind, or no counts recorded for these versions.
+3 could not measure: nothing recorded for these versions (or not of every case), or no valgrind; 4 counts are recorded
+for these versions, but valgrind ran and counted nothing: the guard itself is broken.
 """
 
 from __future__ import annotations
@@ -23,14 +24,25 @@ import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["COULD_NOT_MEASURE", "SLOWER", "WITHIN", "CannotMeasureError", "compare", "count", "instructions_of", "key"]
+from benches import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
+__all__ = [
+    "BROKEN",
+    "COULD_NOT_MEASURE",
+    "SLOWER",
+    "WITHIN",
+    "CountingError",
+    "compare",
+    "count",
+    "instructions_of",
+    "key",
+]
+
 RECORDED = ROOT / "benches" / "instructions.json"
 TOLERANCE = 0.03
 SIZES = ("32x128", "64x512", "37x1000")
 ISAS = ("baseline", "avx2")
-WITHIN, SLOWER, COULD_NOT_MEASURE = 0, 1, 3
+WITHIN, SLOWER, COULD_NOT_MEASURE, BROKEN = 0, 1, 3, 4
 
 # Runs under valgrind: one call for each size, in that order, on arrays that begin on 64-byte lines.
 PROGRAM = """
@@ -47,14 +59,14 @@ def aligned(array):
     return copy
 lstmcell_bwd.use_isa(sys.argv[2])
 for size in sys.argv[3].split(","):
-    shape = [int(word) for word in size.split("x")]
+    shape = data.shape(size)
     inputs, out = map(aligned, data.inputs(*shape)), tuple(map(aligned, data.outputs(*shape)))
     lstmcell_bwd.lstm_cell_backward(*inputs, out=out, num_threads=1)
 """
 
 
-class CannotMeasureError(RuntimeError):
-    """The instructions cannot be counted here; the message says why."""
+class CountingError(RuntimeError):
+    """valgrind ran and the instructions were not counted; the message says why."""
 
 
 def key() -> str:
@@ -120,16 +132,16 @@ def profile(isa: str) -> list[int]:
         environment = os.environ | {"PYTHONPATH": place, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode != 0:
-            msg = f"valgrind failed: {done.stderr.strip().splitlines()[-1]}"
-            raise CannotMeasureError(msg)
+            msg = f"valgrind failed: {(done.stderr.strip() or f'status {done.returncode}').splitlines()[-1]}"
+            raise CountingError(msg)
         dumps = [Path(f"{output}.{number}") for number in range(1, len(SIZES) + 1)]
         if not all(dump.exists() for dump in dumps):
             msg = f"callgrind saw {sum(dump.exists() for dump in dumps)} calls of `{entry}`, not {len(SIZES)}"
-            raise CannotMeasureError(msg)
+            raise CountingError(msg)
         counts = [instructions_of(dump.read_text(), f"_kernel_{isa}.") for dump in dumps]
     if not all(counts):
         msg = f"callgrind saw no instruction of `{entry}`"
-        raise CannotMeasureError(msg)
+        raise CountingError(msg)
     return counts
 
 
@@ -143,14 +155,11 @@ def count() -> dict[str, int]:
 
     Raises
     ------
-    CannotMeasureError
-        If valgrind is not installed, or does not run the kernel.
+    CountingError
+        If valgrind fails, or does not see the kernel.
     """
     from lstmcell_bwd import _features
 
-    if shutil.which("valgrind") is None:
-        msg = "valgrind is not installed"
-        raise CannotMeasureError(msg)
     counts = {}
     for isa in ISAS:
         if isa in _features.runnable_isas():
@@ -158,14 +167,8 @@ def count() -> dict[str, int]:
     return counts
 
 
-def compare(counts: dict[str, int], recorded: dict[str, int] | None) -> tuple[int, list[str]]:
-    """Compare counts with recorded ones.
-
-    Parameters
-    ----------
-    counts : dict of str to int
-    recorded : dict of str to int, or None
-        None: nothing is recorded for these versions.
+def compare(counts: dict[str, int], recorded: dict[str, int]) -> tuple[int, list[str]]:
+    """Compare counts with those recorded for the same versions.
 
     Returns
     -------
@@ -173,14 +176,13 @@ def compare(counts: dict[str, int], recorded: dict[str, int] | None) -> tuple[in
         `WITHIN`, `SLOWER` or `COULD_NOT_MEASURE`; slower in one case outweighs another that was not recorded.
     lines : list of str
     """
-    if recorded is None:
-        return COULD_NOT_MEASURE, ["could not measure: no counts are recorded for these versions; see --record"]
     status, lines = WITHIN, []
-    for name, number in counts.items():
-        if name not in recorded:
-            status = status or COULD_NOT_MEASURE
-            lines.append(f"could not measure {name}: it is not recorded for these versions")
-            continue
+    for name in sorted(counts.keys() ^ recorded.keys()):
+        status = COULD_NOT_MEASURE
+        reason = "this CPU does not run it" if name in recorded else "it is not recorded for these versions"
+        lines.append(f"could not measure {name}: {reason}")
+    for name in sorted(counts.keys() & recorded.keys()):
+        number = counts[name]
         change = number / recorded[name] - 1
         text = f"{name}: {number} instructions, {change:+.1%} against the recorded {recorded[name]}"
         if number > recorded[name] * (1 + TOLERANCE):
@@ -197,19 +199,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="compare the kernel's instruction counts with the recorded ones")
     parser.add_argument("--record", action="store_true", help="write the counts instead")
     options = parser.parse_args()
-    recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+    recorded = json.loads(RECORDED.read_text())
+    print(key())
+    if not options.record and key() not in recorded:
+        print("could not measure: no counts are recorded for these versions; see --record")
+        return COULD_NOT_MEASURE
+    if shutil.which("valgrind") is None:
+        print("could not measure: valgrind is not installed")
+        return COULD_NOT_MEASURE
     try:
         counts = count()
-    except CannotMeasureError as error:
-        print(f"could not measure: {error}")
-        return COULD_NOT_MEASURE
-    print(key())
+    except CountingError as error:
+        print(f"BROKEN: {error}")
+        return BROKEN
     if options.record:
         recorded[key()] = counts
         RECORDED.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
         print(*(f"{name}: {number} instructions, recorded" for name, number in counts.items()), sep="\n")
         return WITHIN
-    status, lines = compare(counts, recorded.get(key()))
+    status, lines = compare(counts, recorded[key()])
     print(*lines, sep="\n")
     return status
 

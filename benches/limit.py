@@ -32,13 +32,11 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-__all__ = ["PLANES", "VARIANTS", "LimitUnavailableError", "contenders", "instruction_set"]
+__all__ = ["VARIANTS", "LimitUnavailableError", "contenders", "instruction_set"]
 
 SOURCE = Path(__file__).with_name("limit.c")
 FLAGS = ["-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC"]
 LEVEL_FLAGS = {"avx2": ["-mavx2"], "avx512": ["-mavx512f", "-mprefer-vector-width=512"]}
-# Eight planes [N, H] are read and five are written.
-PLANES = 13
 
 # Name: shape of the loop and whether its stores bypass the cache, as in limit.c.
 VARIANTS = {
@@ -166,20 +164,21 @@ def contenders(
 
 def main() -> None:
     """Print what each variant reaches here, in GB/s, with float32."""
-    from benches.data import inputs, outputs
+    from benches.data import SIZES, inputs, outputs, shape
     from benches.measure import take_turns, turn
 
     print(f"same-bytes limit, {instruction_set()}: GB/s; median of five rounds")
-    for batch, hidden in ((32, 128), (64, 512), (256, 1024), (1024, 256), (4096, 1000), (4096, 1024), (16384, 256)):
-        arrays = [*inputs(batch, hidden), *outputs(batch, hidden)[:2]]
+    for name in SIZES:
+        arrays = [*inputs(*shape(name)), *outputs(*shape(name))[:2]]
         for num_threads in (1, 2):
             variants = contenders(*arrays, num_threads=num_threads)
-            measured = take_turns({name: turn(run) for name, run in variants.items()})
-            size = PLANES * arrays[2].nbytes
+            measured = take_turns({variant: turn(run) for variant, run in variants.items()})
+            size = sum(array.nbytes for array in arrays)
             speeds = (
-                f"{name.removeprefix('limit: ')} {size / measured.time(name).median / 1e9:.1f}" for name in variants
+                f"{variant.removeprefix('limit: ')} {size / measured.time(variant).median / 1e9:.1f}"
+                for variant in variants
             )
-            print(f"{batch}x{hidden}, {num_threads} thread(s): {', '.join(speeds)}")
+            print(f"{name}, {num_threads} thread(s): {', '.join(speeds)}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ __all__ = ["SIZES", "THREADS", "Row", "limit_module", "measure"]
 
 SIZES = ((32, 128), (64, 512), (256, 1024), (1024, 256), (4096, 1000), (4096, 1024), (16384, 256))
 THREADS = (1, 2)
-PLANES = 13  # [N, H] planes that the operator reads and writes: 8 and 5
 
 
 class Row(NamedTuple):
@@ -100,7 +99,7 @@ def measure(sizes: Sequence[tuple[int, int]], rounds: int, limit: Any) -> Iterat
             variants[threads] = [f"{name} {threads}" for name in runs]
             turns.update((f"{name} {threads}", turn(run)) for name, run in runs.items())
         measured = take_turns(turns, rounds)
-        size = PLANES * arrays.cx.nbytes
+        size = sum(array.nbytes for array in (*arrays, *out[:2]))
         rows = []
         for threads in THREADS:
             seconds = measured.time(f"ours {threads}").median

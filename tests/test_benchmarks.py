@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -499,6 +500,72 @@ def test_a_contender_that_dies_is_told_apart():
         worker.close()
 
 
+def test_nothing_is_measured_without_this_package(peers):
+    peers["lstmcell_bwd"].close()
+    peers["lstmcell_bwd"] = peers_run.Worker("no such contender", sys.executable, 1)
+    with pytest.raises(peers_run.ContenderError, match="KeyError"):
+        peers_run.measure_size(peers, "4x8")
+
+
+@pytest.fixture
+def peers_command(monkeypatch, tmp_path, capsys):
+    """Run the command of the comparison with a results folder of its own; status, results and what it printed."""
+    monkeypatch.setattr(peers_run, "RESULTS", tmp_path)
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["run", "here", "--only", "numpy", *words])
+        status = peers_run.main()
+        file = tmp_path / "here.json"
+        return status, json.loads(file.read_text()) if file.exists() else None, capsys.readouterr().out
+
+    return run
+
+
+def test_comparison_is_resumed_size_by_size(peers_command, monkeypatch, tmp_path):
+    brief = ("--threads", "1")
+    status, first, _ = peers_command(*brief, "--sizes", "4x8")
+    assert status == 0
+    assert set(first["rows"][0]["contenders"]) == {"lstmcell_bwd", "NumPy"}
+    status, second, printed = peers_command(*brief, "--sizes", "4x8", "2x8", "--resume")
+    assert status == 0
+    assert [row["size"] for row in second["rows"]] == ["4x8", "2x8"]
+    assert second["rows"][0] == first["rows"][0]
+    assert "4x8" not in printed
+    _, third, _ = peers_command(*brief, "--sizes", "2x8")
+    assert [row["size"] for row in third["rows"]] == ["2x8"]
+    (tmp_path / "here.json").write_text(json.dumps(third | {"facts": third["facts"] | {"numpy": "1.0"}}))
+    with pytest.raises(SystemExit) as stopped:
+        peers_command(*brief, "--sizes", "4x8", "--resume")
+    assert stopped.value.code == 2
+
+
+def test_comparison_fails_where_this_package_cannot_run(peers_command, monkeypatch):
+    def fail(workers, size):
+        raise peers_run.ContenderError(size)
+
+    monkeypatch.setattr(peers_run, "measure_size", fail)
+    status, results, printed = peers_command("--threads", "1", "--sizes", "4x8")
+    assert status == 1
+    assert results is None
+    assert "4x8, 1 thread(s): not measured: 4x8" in printed
+
+
+def test_interpreters_of_other_systems():
+    found = peers_run.interpreters(["tensorflow=sh", sys.executable, "limit=sh"])
+    assert found["tensorflow"] == found["limit"] == "sh"
+    assert {found[name] for name in found.keys() - {"tensorflow", "limit"}} == {sys.executable}
+    found = peers_run.interpreters(["sh"])
+    assert {name for name, python in found.items() if python == "sh"} == found.keys() - set(peers_run.HERE)
+    for bad in ("nobody=sh", "/no/such/python"):
+        with pytest.raises(ValueError, match=f"--python must .*, got {bad}"):
+            peers_run.interpreters([bad])
+
+
+def test_results_are_named_after_the_machine(monkeypatch):
+    monkeypatch.setattr(peers_run, "facts", lambda: {"cpu": "Intel(R) Xeon(R) Processor @ 2.60GHz"})
+    assert peers_run.machine_name() == "intel-xeon-processor-2-60ghz"
+
+
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 def test_wrong_results_of_a_contender_are_refused(wrong):
     inputs, out = data.inputs(6, 8), data.outputs(6, 8)
@@ -527,7 +594,15 @@ RESULTS = {
                 "Other": {"seconds": [1e-5, 1e-5], "over_ours": [0.7, 0.8]},
                 "limit": {"seconds": [8e-6, 8e-6], "over_ours": [0.6, 0.6]},
             },
-        }
+        },
+        {
+            "size": "32x128",
+            "threads": 1,
+            "contenders": {
+                "lstmcell_bwd": {"seconds": [1e-3, 1e-3], "over_ours": [1, 1]},
+                "NumPy": {"seconds": [1e-3, 1.5e-3], "over_ours": [1.0, 1.5]},
+            },
+        },
     ],
 }
 
@@ -535,19 +610,48 @@ RESULTS = {
 def test_table_keeps_lost_cases():
     lines = peers_table.table(RESULTS).splitlines()
     assert lines[0] == "| batch x hidden | threads | lstmcell_bwd | over the limit | NumPy | Other |"
-    assert lines[2] == "| 64x512 | 2 | 12.5 µs | 1.50 (1.25) | 8.0 (7.5) | **0.8 (0.7)** |"
+    assert lines[2] == "| 32x128 | 1 | 1 ms | - | 1.5 (1.0) | - |"
+    assert lines[3] == "| 64x512 | 2 | 12.5 µs | 1.50 (1.25) | 8.0 (7.5) | **0.8 (0.7)** |"
     assert "jax (ModuleNotFoundError" in lines[-1]
     assert RESULTS["facts"]["commit"] in "".join(lines)
 
 
+def test_short_table_keeps_lost_cases():
+    lines = peers_table.short_table(RESULTS).splitlines()
+    assert lines[0] == "| batch x hidden | lstmcell_bwd | over the limit | NumPy | Other |"
+    assert lines[2] == "| 64x512 | - / 12.5 µs | - / 1.50 | - / 8.0 | - / **0.8** |"
+    assert lines[3] == "| 32x128 | 1 ms / - | - / - | 1.5 / - | - / - |"
+    assert "Threads: 1 / 2. " in "".join(lines)
+    assert "jax (ModuleNotFoundError" in lines[-1]
+
+
 def test_table_goes_between_the_markers():
-    text = f"before\n{peers_table.BEGIN}\nold\n{peers_table.END}\nafter\n"
-    new = peers_table.replaced(text, "new")
-    assert new == f"before\n{peers_table.BEGIN}\nnew\n{peers_table.END}\nafter\n"
-    assert peers_table.replaced(new, "new") == new
-    for bad in ("nothing", text + text, f"{peers_table.END}{peers_table.BEGIN}"):
+    text = f"before\n<!-- peers:begin old -->\nold\n{peers_table.END}\nafter\n"
+    new = peers_table.replaced(text, "new-one", "new")
+    assert new == f"before\n<!-- peers:begin new-one -->\nnew\n{peers_table.END}\nafter\n"
+    assert peers_table.replaced(new, "new-one", "new") == new
+    assert peers_table.named(new) == "new-one"
+    for bad in ("nothing", text + text, f"{peers_table.END}<!-- peers:begin old -->"):
         with pytest.raises(ValueError, match="the text must have one line"):
-            peers_table.replaced(bad, "new")
+            peers_table.replaced(bad, "new-one", "new")
+
+
+def test_pages_say_what_their_results_files_do():
+    assert peers_table.write(check=True) == []
+
+
+def test_pages_are_written(monkeypatch, tmp_path):
+    (tmp_path / "machine.json").write_text(json.dumps(RESULTS))
+    (tmp_path / "benches").mkdir()
+    for page in peers_table.PAGES:
+        (tmp_path / page).write_text(f"<!-- peers:begin machine -->\n{peers_table.END}\n")
+    monkeypatch.setattr(peers_table, "ROOT", tmp_path)
+    monkeypatch.setattr(peers_table, "RESULTS", tmp_path)
+    assert peers_table.write(check=True) == list(peers_table.PAGES)
+    assert peers_table.write("machine") == list(peers_table.PAGES)
+    assert peers_table.write(check=True) == []
+    for page, make in peers_table.PAGES.items():
+        assert make(RESULTS) in (tmp_path / page).read_text()
 
 
 # ---- instruction counts --------------------------------------------------------------------------------------------
@@ -590,8 +694,8 @@ def test_instructions_of_the_library_alone_are_summed():
         ({"a": 1030}, {"a": 1000}, instructions.WITHIN, "a: 1030 instructions"),
         ({"a": 1031}, {"a": 1000}, instructions.SLOWER, "SLOWER a"),
         ({"a": 900}, {"a": 1000}, instructions.WITHIN, "record the better count"),
-        ({"a": 1000}, None, instructions.COULD_NOT_MEASURE, "could not measure"),
-        ({"a": 1000}, {}, instructions.COULD_NOT_MEASURE, "could not measure a"),
+        ({"a": 1000}, {}, instructions.COULD_NOT_MEASURE, "could not measure a: it is not recorded"),
+        ({}, {"a": 1000}, instructions.COULD_NOT_MEASURE, "could not measure a: this CPU does not run it"),
         ({"a": 2000, "b": 1}, {"a": 1000}, instructions.SLOWER, "SLOWER a"),
     ],
 )
@@ -602,11 +706,52 @@ def test_slower_and_not_measured_are_told_apart(counts, recorded, status, words)
     assert ("SLOWER" in "\n".join(lines)) == (status == instructions.SLOWER)
 
 
-def test_missing_valgrind_is_said(monkeypatch, capsys):
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(sys, "argv", ["instructions"])
-    assert instructions.main() == instructions.COULD_NOT_MEASURE
-    assert capsys.readouterr().out == "could not measure: valgrind is not installed\n"
+@pytest.fixture
+def guard(monkeypatch, tmp_path, capsys):
+    """Run the guard with a stand-in for valgrind (None: there is none) and recorded counts; status and last line."""
+
+    def run(valgrind, recorded):
+        (tmp_path / "recorded.json").write_text(json.dumps(recorded))
+        if valgrind is not None:
+            (tmp_path / "valgrind").write_text(f"#!/bin/sh\n{valgrind}\n")
+            (tmp_path / "valgrind").chmod(0o755)
+        monkeypatch.setattr(instructions, "RECORDED", tmp_path / "recorded.json")
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.setattr(sys, "argv", ["instructions"])
+        status = instructions.main()
+        return status, capsys.readouterr().out.splitlines()[-1]
+
+    return run
+
+
+def test_what_cannot_be_measured_is_said(guard):
+    assert guard(None, {instructions.key(): {}}) == (
+        instructions.COULD_NOT_MEASURE,
+        "could not measure: valgrind is not installed",
+    )
+    status, line = guard("exit 9", {"other versions": {"baseline 32x128": 1}})
+    assert status == instructions.COULD_NOT_MEASURE
+    assert line.startswith("could not measure: no counts are recorded for these versions")
+
+
+@pytest.mark.parametrize(
+    ("valgrind", "words"),
+    [("echo not here >&2; exit 9", "valgrind failed: not here"), ("exit 0", "callgrind saw 0 calls of")],
+)
+def test_a_guard_that_counts_nothing_is_broken(guard, valgrind, words):
+    status, line = guard(valgrind, {instructions.key(): {"baseline 32x128": 1}})
+    assert status == instructions.BROKEN
+    assert line.startswith(f"BROKEN: {words}")
+
+
+def test_the_installed_package_comes_before_the_sources(tmp_path):
+    (tmp_path / "lstmcell_bwd").mkdir()
+    (tmp_path / "lstmcell_bwd" / "__init__.py").touch()
+    command = [sys.executable, "-c", "import benches, lstmcell_bwd; print(lstmcell_bwd.__file__)"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    environment.pop("PYTHONSAFEPATH", None)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path / "lstmcell_bwd" / "__init__.py")
 
 
 def test_recorded_counts_are_of_every_size():

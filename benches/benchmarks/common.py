@@ -15,10 +15,10 @@ except ImportError:  # the tests run the benchmarks without asv
 
 __all__ = ["DTYPES", "MEMORY_SIZES", "SIZES", "THREADS", "SkipNotImplemented", "arrays", "prepared", "shape"]
 
-# Batch x hidden size. The first two live in the core's caches, the next two in the last level, the rest in memory.
-SIZES = ("32x128", "64x512", "256x1024", "1024x256", "4096x1000", "4096x1024", "16384x256")
+SIZES = data.SIZES
 MEMORY_SIZES = ("4096x1024",)
 DTYPES = data.DTYPES
+shape = data.shape
 THREADS = (1, 2)
 
 
@@ -31,12 +31,6 @@ def announce() -> None:
 
 
 announce()
-
-
-def shape(size: str) -> tuple[int, int]:
-    """Return batch and hidden size of a size's name."""
-    batch, hidden = size.split("x")
-    return int(batch), int(hidden)
 
 
 def arrays(size: str, dtype: str = "float32", kind: str = "ordinary"):

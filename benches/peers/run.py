@@ -1,10 +1,12 @@
 """Measures this package, the same-bytes limit and other systems side by side; writes benches/results/NAME.json.
 
-    python -m benches.peers.run NAME [--python tensorflow=PATH/TO/python] [--sizes ...] [--threads ...] [--only ...]
+    python -m benches.peers.run [NAME] [--python PATH] [--python tensorflow=PATH] [--resume] [--sizes ...]
+                                [--threads ...] [--only ...] [--tables]
 
 Every contender lives in a process of its own, with the same data, restricted to as many CPUs as it may use threads.
 They stay alive and take turns on request, by the rule of `benches.measure`; a system that is not installed is left out,
-and the file says so. `python -m benches.peers.table NAME` then writes the table.
+and the file says so. The file, named after the CPU unless NAME is given, is written after every size; with --resume the
+sizes that it has are not measured again. With --tables the tables of `benches.peers.table` are written too.
 """
 
 from __future__ import annotations
@@ -13,21 +15,24 @@ import argparse
 import contextlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import lstmcell_bwd
-from benches import measure
+from benches import ROOT, data, measure
 from benches.facts import facts
 from benches.limit import VARIANTS
+from benches.peers import RESULTS, table
 from benches.peers.contenders import CONTENDERS
 
-__all__ = ["RESULTS", "ROOT", "Worker", "measure_size"]
+__all__ = ["ContenderError", "Worker", "machine_name", "measure_size"]
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benches" / "results"
-SIZES = ("32x128", "64x512", "256x1024", "1024x256", "4096x1000", "4096x1024", "16384x256")
+THREADS = (1, 2)
+# These run in the interpreter of this process unless told otherwise; --python PATH is for the others.
+HERE = ("lstmcell_bwd", "limit", "numpy")
 # CPUs first, before any library counts them.
 START = """
 import os, sys
@@ -104,20 +109,24 @@ def measure_size(workers: dict[str, Worker], size: str) -> tuple[dict[str, objec
         over its own (`ours_over`); for this package also its time over the limit. Each as smallest and median of five.
     versions, missing : dict of str to str
         Versions of the packages behind the contenders; reasons of those that could not run.
+
+    Raises
+    ------
+    ContenderError
+        If this package cannot run, or another that could stops in between.
     """
-    batch, hidden = (int(word) for word in size.split("x"))
     turns, versions, missing = {}, {}, {}
     for name, worker in workers.items():
         try:
-            new, packages = worker.prepare((batch, hidden))
+            new, packages = worker.prepare(data.shape(size))
         except ContenderError as error:
+            if name == "lstmcell_bwd":
+                raise
             missing[name] = str(error)
             continue
         turns |= new
         versions |= packages
     row: dict[str, object] = {}
-    if "lstmcell_bwd" not in turns:
-        return row, versions, missing
     measured = measure.take_turns(turns)
     for name in turns:
         row[name] = {
@@ -132,34 +141,96 @@ def measure_size(workers: dict[str, Worker], size: str) -> tuple[dict[str, objec
     return row, versions, missing
 
 
+def machine_name() -> str:
+    """Return the CPU's name as a file's: "intel-xeon-processor"."""
+    return "-".join(re.findall(r"[a-z0-9]+", re.sub(r"\((?:r|tm)\)", "", str(facts()["cpu"]).lower())))
+
+
+def interpreters(choices: list[str]) -> dict[str, str]:
+    """Return every contender's interpreter from the values of --python.
+
+    Raises
+    ------
+    ValueError
+        For a contender or a program that is not there.
+    """
+    pythons = dict.fromkeys(CONTENDERS, sys.executable)
+    for choice in sorted(choices, key=lambda choice: "=" in choice):
+        name, _, path = choice.rpartition("=")
+        if name and name not in CONTENDERS:
+            msg = f"--python must be PATH or CONTENDER=PATH with one of {', '.join(CONTENDERS)}, got {choice}"
+            raise ValueError(msg)
+        if shutil.which(path) is None:
+            msg = f"--python must name a program, got {path}"
+            raise ValueError(msg)
+        pythons |= dict.fromkeys((name,) if name else (other for other in CONTENDERS if other not in HERE), path)
+    return pythons
+
+
+def begun(file: Path, resume: bool) -> dict:
+    """Return the results so far: none, or with `resume` those of the file, which must be of the same machine and code.
+
+    Raises
+    ------
+    ValueError
+        If they are not.
+    """
+    results = {"facts": facts(), "versions": {}, "missing": {}, "rows": []}
+    if resume and file.exists():
+        earlier = json.loads(file.read_text())
+        if earlier["facts"] != results["facts"]:
+            names = [name for name, value in results["facts"].items() if earlier["facts"].get(name) != value]
+            msg = f"{file.name} cannot be resumed, these are others now: {', '.join(names)}"
+            raise ValueError(msg)
+        results = earlier
+    return results
+
+
 def main() -> int:
-    """Measure and write the results file; the exit status is 1 if this package could not run."""
+    """Measure and write the results file; the exit status is 1 if a size could not be measured."""
     parser = argparse.ArgumentParser(description="measure this package, the limit and other systems side by side")
-    parser.add_argument("name", help="the results go to benches/results/NAME.json")
-    parser.add_argument("--python", action="append", default=[], metavar="CONTENDER=PATH", help="another interpreter")
-    parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="NxH")
-    parser.add_argument("--threads", nargs="+", type=int, default=(1, 2))
+    parser.add_argument("name", nargs="?", default=machine_name(), help="of the file benches/results/NAME.json")
+    parser.add_argument("--python", action="append", default=[], metavar="[CONTENDER=]PATH", help="of other systems")
+    parser.add_argument("--resume", action="store_true", help="keep what the results file has of the same code")
+    parser.add_argument("--sizes", nargs="+", default=data.SIZES, metavar="NxH")
+    parser.add_argument("--threads", nargs="+", type=int, default=THREADS)
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=tuple(CONTENDERS))
+    parser.add_argument("--tables", action="store_true", help="write the tables of the pages too")
     options = parser.parse_args()
-    pythons = dict(choice.split("=", 1) for choice in options.python)
-    results: dict[str, object] = {"facts": facts(), "versions": {}, "missing": {}, "rows": []}
+    file = RESULTS / f"{options.name}.json"
+    try:
+        pythons = interpreters(options.python)
+        results = begun(file, options.resume)
+    except ValueError as error:
+        parser.error(str(error))
+    done = {(row["size"], row["threads"]) for row in results["rows"]}
+    failures = 0
     for threads in options.threads:
-        workers = {name: Worker(name, pythons.get(name, sys.executable), threads) for name in options.only}
+        sizes = [size for size in options.sizes if (size, threads) not in done]
+        names = [name for name in CONTENDERS if name == "lstmcell_bwd" or name in options.only] if sizes else []
+        workers = {name: Worker(name, pythons[name], threads) for name in names}
         try:
-            for size in options.sizes:
-                row, versions, missing = measure_size(workers, size)
+            for size in sizes:
+                try:
+                    row, versions, missing = measure_size(workers, size)
+                except ContenderError as error:
+                    print(f"{size}, {threads} thread(s): not measured: {error}", flush=True)
+                    failures += 1
+                    continue
                 results["versions"] |= versions
                 results["missing"] |= missing
                 results["rows"].append({"size": size, "threads": threads, "contenders": row})
+                file.parent.mkdir(exist_ok=True)
+                file.write_text(json.dumps(results, indent=1) + "\n")
                 report(size, threads, row)
         finally:
             for worker in workers.values():
                 worker.close()
     for name, reason in results["missing"].items():
         print(f"left out: {name}: {reason}")
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{options.name}.json").write_text(json.dumps(results, indent=1) + "\n")
-    return 1 if "lstmcell_bwd" in results["missing"] else 0
+    if options.tables and not failures:
+        table.write(options.name)
+    return 1 if failures else 0
 
 
 def report(size: str, threads: int, row: dict) -> None:

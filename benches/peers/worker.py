@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import traceback
-from importlib import metadata
 
 import numpy as np
 
@@ -61,7 +60,8 @@ def serve(name, requests, answer) -> None:
             else:
                 turns = {}
                 turns = prepare(name, request["size"], request["threads"])
-                versions = {package: metadata.version(package) for package in VERSIONS_OF[name]}
+                # By module: a distribution may have another name, as tensorflow-cpu.
+                versions = {package: sys.modules[package].__version__ for package in VERSIONS_OF[name]}
                 answer({"turns": list(turns), "versions": versions})
         except Exception as error:
             traceback.print_exc()
