@@ -23,7 +23,7 @@ os.environ["PYTHONSAFEPATH"] = "1"
 strategies = importlib.import_module("strategies")
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=200, database=None)
-hypothesis.settings.register_profile("long", deadline=None, max_examples=20_000, database=None)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=5_000, database=None)
 hypothesis.settings.load_profile("ci")
 
 

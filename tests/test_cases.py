@@ -12,7 +12,8 @@ C28          test_bits.py: test_bias_from_run_to_run
 C30 to C33   test_layouts.py, test_bits.py (byte order), test_arguments.py (outputs)
 C35          test_layouts.py: every overlap
 C37 to C41   test_processes.py
-C42, C43     test_packaging.py
+C42          test_build.py (which instructions are where); `.ci/run` (an emulated CPU without AVX)
+C43          tools/check_wheel.sh, part of `.ci/long`: one wheel with the oldest NumPy and the newest
 C46 to C48   test_npu.py, against a simulated CANN
 ===========  ==========================================================================================
 """

@@ -1,11 +1,14 @@
 """Processes, threads and signals: fork, spawn, concurrent calls, exits and interrupts, limits on threads."""
 
+import contextlib
 import hashlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,8 +23,20 @@ LIMIT = 30
 
 # What every script begins with: a call large enough for threads, its fingerprint, a count of the process's threads.
 PRELUDE = """
-import hashlib, multiprocessing, os, signal, sys, threading, time, warnings
+import ctypes, hashlib, multiprocessing, os, signal, sys, threading, time, warnings
 import numpy as np
+
+# A process ends with its parent, also where that is killed before it can end its children.
+def end_with(parent):
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)    # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+def remember():
+    global self
+    self = os.getpid()
+end_with(os.getppid())
+os.register_at_fork(before=remember, after_in_child=lambda: end_with(self))
 
 def tasks():
     return len(os.listdir("/proc/self/task"))
@@ -42,22 +57,30 @@ def call(seed=0, num_threads=None):
 """
 
 
-def run(tmp_path, body, **environment):
-    """Run a script in a process of its own, which must end well within the limit; returns its lines of output."""
+def run(tmp_path, body, before="", **environment):
+    """Run a script in a process of its own, which must end well within the limit; returns its lines of output.
+
+    It runs in a session of its own, and whatever of it is left at the end, forked children above all, is killed.
+    """
     script = tmp_path / "script.py"
-    script.write_text(PRELUDE + body)
+    script.write_text(before + PRELUDE + body)
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("LSTMCELL_BWD_", "OMP_"))}
-    done = subprocess.run(
-        [sys.executable, script],
-        env=variables | environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr, done.stderr
-    return done.stdout.split("\n")[:-1]
+    with (tmp_path / "out").open("w+") as out, (tmp_path / "err").open("w+") as err:
+        process = subprocess.Popen(
+            [sys.executable, script], env=variables | environment, stdout=out, stderr=err, start_new_session=True
+        )
+        try:
+            process.wait(LIMIT)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for file in (out, err):
+            file.seek(0)
+        lines, errors = out.read(), err.read()
+    assert process.returncode == 0, errors
+    assert not errors, errors
+    return lines.split("\n")[:-1]
 
 
 def digests(seeds):
@@ -72,6 +95,27 @@ def digests(seeds):
 
 
 linux = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
+
+
+@linux
+def test_nothing_is_left_of_a_killed_script(tmp_path):
+    """The scripts of this file leave no orphans behind, whatever ends them."""
+    body = f"""
+child = os.fork()
+if child == 0:
+    os.setsid()    # out of reach of a signal to the group
+    time.sleep(120)
+with open({str(tmp_path / "child")!r}, "w") as file:
+    file.write(str(child))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with pytest.raises(AssertionError):
+        run(tmp_path, body)
+    status = Path("/proc", (tmp_path / "child").read_text(), "status")
+    deadline = time.monotonic() + LIMIT
+    while status.exists() and "State:\tZ" not in status.read_text():
+        assert time.monotonic() < deadline, "the child is alive"
+        time.sleep(0.05)
 
 
 # ---- fork and its relatives -----------------------------------------------------------------------------------------
@@ -370,6 +414,118 @@ print(tasks() - before)
     assert run(tmp_path, body, LSTMCELL_BWD_NUM_THREADS="4") == ["0"]
 
 
+# Another /proc/self/cgroup and other files below /sys/fs/cgroup, in place before the package is imported.
+OTHER_CONTROL_GROUP = """
+import builtins, os
+open_really = builtins.open
+def open_there(path, *arguments, **options):
+    if str(path).startswith(("/proc/self/cgroup", "/sys/fs/cgroup")):
+        path = {root!r} + str(path)
+    return open_really(path, *arguments, **options)
+builtins.open = open_there
+"""
+HYBRID = "4:memory:/\n3:cpu,cpuacct:/a/b\n1:name=systemd:/\n0::/\n"
+# What /proc/self/cgroup says, the files below /sys/fs/cgroup, the quota that these are.
+CONTROL_GROUPS = {
+    "version 2, half a CPU": ("0::/\n", {"cpu.max": "50000 100000\n"}, 0.5),
+    "version 2, one CPU": ("0::/a/b\n", {"a/b/cpu.max": "100000 100000\n"}, 1),
+    "version 2, two CPUs of another period": ("0::/a\n", {"a/cpu.max": "20000 10000\n"}, 2),
+    "version 2, no limit": ("0::/a\n", {"a/cpu.max": "max 100000\n"}, None),
+    "version 2, tightest at the parent": (
+        "0::/a/b\n",
+        {"a/b/cpu.max": "300000 100000\n", "a/cpu.max": "100000 100000\n", "cpu.max": "max 100000\n"},
+        1,
+    ),
+    "version 2, path of another namespace": ("0::/elsewhere/x\n", {"cpu.max": "100000 100000\n"}, 1),
+    "version 2, name with a colon": ("0::/a:b\n", {"a:b/cpu.max": "100000 100000\n"}, 1),
+    "version 1": (
+        HYBRID,
+        {"cpu/a/b/cpu.cfs_quota_us": "100000\n", "cpu/a/b/cpu.cfs_period_us": "100000\n"},
+        1,
+    ),
+    "version 1, no limit": (HYBRID, {"cpu/a/b/cpu.cfs_quota_us": "-1\n", "cpu/a/b/cpu.cfs_period_us": "9\n"}, None),
+    "no files": ("0::/a\n", {}, None),
+    "no text": ("", {}, None),
+    "a file of nonsense": ("0::/\n", {"cpu.max": "many\n"}, None),
+    "a period of zero": ("0::/\n", {"cpu.max": "1 0\n"}, None),
+}
+
+
+def in_other_control_group(folder, group, files):
+    """Write the files of a control group below a folder; returns what a script must begin with to see them."""
+    for path, text in {"proc/self/cgroup": group, **{f"sys/fs/cgroup/{name}": files[name] for name in files}}.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    return OTHER_CONTROL_GROUP.format(root=str(folder))
+
+
+@linux
+@pytest.mark.parametrize("case", CONTROL_GROUPS)
+def test_quota_of_the_control_group(tmp_path, case):
+    """C38: the threads of a call are at most the quota, rounded to whole CPUs and at least one."""
+    group, files, quota = CONTROL_GROUPS[case]
+    before = in_other_control_group(tmp_path, group, files)
+    body = "from lstmcell_bwd import _features\nprint(_features.cgroup_cpus())\n" + COUNT.format(argument="")
+    found, threads, bits = run(tmp_path, body, before)
+    assert found == str(None if quota is None else float(quota))
+    usable = CPUS if quota is None else min(CPUS, max(1, int(quota + 0.5)))
+    assert threads == str(min(usable, 7))
+    assert [bits] == digests([0])
+
+
+@linux
+def test_a_quota_that_changes(tmp_path):
+    """The files are read again after a second, and not at every call."""
+    before = in_other_control_group(tmp_path, "0::/\n", {"cpu.max": "100000 100000\n"})
+    body = """
+from lstmcell_bwd import _features
+os.sched_getaffinity = lambda process: range(8)
+reads = 0
+def count(event, arguments):
+    global reads
+    reads += event == "open" and str(arguments[0]).endswith("/proc/self/cgroup")
+sys.addaudithook(count)
+for _ in range(1000):
+    assert _features.usable_cpus() == 1
+assert 1 <= reads <= 100, reads
+open("/sys/fs/cgroup/cpu.max", "w").write("300000 100000")
+deadline = time.monotonic() + 20
+while _features.usable_cpus() != 3:
+    assert time.monotonic() < deadline
+    time.sleep(0.1)
+print("obeyed")
+"""
+    assert run(tmp_path, body, before) == ["obeyed"]
+
+
+def test_a_real_control_group(tmp_path):
+    """A quota of one CPU, given by the kernel; only root may make such groups, and not in every container."""
+    group = Path("/sys/fs/cgroup/cpu") / f"lstmcell_bwd_test_{os.getpid()}"
+    limits = {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "100000"}
+    if not group.parent.is_dir():
+        group = Path("/sys/fs/cgroup") / group.name
+        limits = {"cpu.max": "100000 100000"}
+    try:
+        group.mkdir()
+    except OSError:
+        pytest.skip("no control group may be made here")
+    try:
+        for name, value in limits.items():
+            try:
+                (group / name).write_text(value)
+            except OSError:
+                pytest.skip("no control group may be made here")
+        before = f"open({str(group / 'cgroup.procs')!r}, 'w').write('0')\n"
+        assert run(tmp_path, COUNT.format(argument=""), before) == ["1", *digests([0])]
+    finally:
+        for _ in range(100):  # until the kernel has let go of the processes that ended
+            try:
+                group.rmdir()
+                break
+            except OSError:
+                time.sleep(0.05)
+
+
 BAD_ENVIRONMENT = {
     "LSTMCELL_BWD_NUM_THREADS": (["x", "0", "-1", "1.5", " "], "an integer of at least 1"),
     "LSTMCELL_BWD_ISA": (["sse9", "AVX2", "baseline,avx2"], "'baseline', 'avx2'"),
@@ -408,13 +564,47 @@ def test_instruction_set_from_the_environment(tmp_path, isa):
     assert rest == digests([0])
 
 
+# Statements that import a package with an OpenMP runtime of its own and run its team; its result is `theirs()`.
+OTHER_RUNTIMES = {
+    "torch": """
+import torch
+numbers = torch.arange(1 << 20, dtype=torch.float32)
+def theirs():
+    return (torch.sin(numbers).sum().item(), torch.get_num_threads())
+""",
+    "sklearn": """
+from sklearn.cluster import KMeans
+numbers = np.random.default_rng(0).random((20000, 8))
+def theirs():
+    return KMeans(4, n_init=1, max_iter=5, random_state=0).fit(numbers).inertia_
+""",
+}
+
+
+@linux
+@pytest.mark.parametrize("limit", [None, 1], ids=["all CPUs", "OMP_NUM_THREADS=1"])
 @pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("other", ["torch", "sklearn"])
-def test_beside_another_openmp_runtime(tmp_path, other, order):
-    """C38: a second runtime in the process changes no bit and starts no threads of ours."""
+@pytest.mark.parametrize("other", OTHER_RUNTIMES)
+def test_beside_another_openmp_runtime(tmp_path, other, order, limit):
+    """C38: turn by turn with another runtime's team: same bits and numbers on both sides, one team of ours at most."""
     if importlib.util.find_spec(other) is None:
         pytest.skip(f"{other} is not installed")
-    imported = f"import {other}" if other == "torch" else "from sklearn.ensemble import HistGradientBoostingClassifier"
-    first = "" if order == "before" else "call(0, 2)"
-    body = f"{first}\n{imported}\nprint(call(0, 2))"
-    assert run(tmp_path, body) == digests([0])
+    first = "" if order == "before" else "call(0)"
+    body = f"""
+{first}
+{OTHER_RUNTIMES[other]}
+wanted = theirs()
+before = tasks()
+got = {{call(0) for _ in range(5)}}
+ours = tasks() - before
+for _ in range(5):
+    assert theirs() == wanted
+    got.add(call(0))
+print(ours, tasks() - before)
+print(*got)
+"""
+    threads, bits = run(tmp_path, body, **({} if limit is None else {"OMP_NUM_THREADS": str(limit)}))
+    started, in_all = (int(number) for number in threads.split())
+    assert started <= (min(CPUS, 7) if limit is None else limit) - 1
+    assert in_all == started
+    assert [bits] == digests([0])

@@ -2,18 +2,21 @@
 
     python tools/bits.py [--isa LEVEL] > here.txt
 
-One line for each dtype and kind of input: the number of elements, a digest of the inputs and a digest of each output.
-Two machines agree when their lines are equal; the first line, which names the machine, is a comment. The inputs are
-made from integers by exact operations alone, so that no mathematical library has a say in them.
+Without a level every instruction set of the machine must give the same bits. One line for each dtype, kind of input and
+rule for Inf and NaN: the number of elements, a digest of the inputs and a digest of each output. Two machines agree
+when their lines are equal; the first line, which names the machine, is a comment. The inputs are made from integers by
+exact operations alone, so that no mathematical library has a say in them.
 """
 
 import argparse
 import hashlib
 import platform
+import sys
 
 import numpy as np
 
 import lstmcell_bwd
+from lstmcell_bwd import _api, _features
 
 BATCH, HIDDEN = 133, 77  # five leaves, an odd number of columns: 10241 cells, five results of each
 KINDS = ("ordinary", "saturated", "any bits")
@@ -72,13 +75,10 @@ def digest(*arrays):
     return total.hexdigest()[:16]
 
 
-def main():
-    """Print one line for each dtype and kind of input."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--isa", default="auto", help="instruction set, or auto")
-    np.seterr(invalid="ignore")  # ml_dtypes' isnan sets the flag on a signalling NaN
-    lstmcell_bwd.use_isa(parser.parse_args().isa)
-    print(f"# {platform.machine()}, {lstmcell_bwd.get_isa()}, NumPy {np.__version__}")
+def lines(isa):
+    """Compute with one instruction set; returns a line for each dtype, kind of input and rule for Inf and NaN."""
+    lstmcell_bwd.use_isa(isa)
+    found = []
     for dtype in dtypes():
         for kind in KINDS:
             for nonfinite in ("nan", "ieee"):
@@ -87,7 +87,22 @@ def main():
                 names = [f"{name}={digest(array)}" for name, array in result._asdict().items()]
                 elements = sum(array.size for array in result)
                 read = f"inputs={digest(*inputs)}"
-                print(dtype.name, kind, nonfinite, f"{elements} elements", read, *names, sep="; ")
+                found.append("; ".join([dtype.name, kind, nonfinite, f"{elements} elements", read, *names]))
+    return found
+
+
+def main():
+    """Print the lines; exits with 1 where two instruction sets differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--isa", choices=_features.ISAS, help="this instruction set alone")
+    only = parser.parse_args().isa
+    np.seterr(invalid="ignore")  # ml_dtypes' isnan sets the flag on a signalling NaN
+    isas = [isa for isa in _api.built_isas() if isa in _features.runnable_isas() and only in (None, isa)]
+    print(f"# {platform.machine()}, {' '.join(isas)}, NumPy {np.__version__}")
+    results = [lines(isa) for isa in isas]
+    print(*results[0], sep="\n")
+    if any(result != results[0] for result in results):
+        sys.exit(f"{isas} differ")
 
 
 if __name__ == "__main__":

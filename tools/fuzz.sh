@@ -16,4 +16,6 @@ mkdir -p build/fuzz/corpus
 # Waiting threads must not spin: most calls are small, and machines that fuzz are busy.
 KMP_BLOCKTIME=0 LD_PRELOAD=$runtime ASAN_OPTIONS=detect_leaks=0 build/fuzz/bin/python tests/fuzz/fuzz_call.py \
     build/fuzz/corpus tests/fuzz/corpus -max_total_time="$seconds" -max_len=512 -len_control=0 -timeout=60 \
-    -artifact_prefix=build/fuzz/ -print_final_stats=1 -verbosity=0 2>&1 | tail -40
+    -artifact_prefix=build/fuzz/ -print_final_stats=1 -verbosity=0 >build/fuzz/log 2>&1 \
+    || { grep -av '^"' build/fuzz/log | head -200; exit 1; }
+grep stat:: build/fuzz/log
