@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lstmcell_bwd._api import (
     BIAS_LEAF_ROWS,
     choose_device,
+    choose_forward_device,
     combine_bias,
     get_isa,
     get_num_threads,
@@ -47,6 +48,7 @@ __all__ = [
     "__version__",
     "aclnn",
     "choose_device",
+    "choose_forward_device",
     "combine_bias",
     "get_isa",
     "get_num_threads",

@@ -100,3 +100,14 @@ def choose_device(
     nonfinite: _NonFinite = "nan",
     stream: object = None,
 ) -> Decision: ...
+def choose_forward_device(
+    input_gates: _Tensor,
+    hidden_gates: _Tensor,
+    cx: _Tensor,
+    input_bias: _Tensor | None = None,
+    hidden_bias: _Tensor | None = None,
+    *,
+    out: _Out | None = None,
+    device: str = "auto",
+    num_threads: int | None = None,
+) -> Decision: ...

@@ -1,11 +1,12 @@
-"""The operator in two phases, with CANN's names, argument order and status codes, on the CPU and on an NPU.
+"""The operators in two phases, with CANN's names, argument order and status codes, on the CPU and on an NPU.
 
-For people who port or verify code that calls `aclnnThnnFusedLstmCellBackward`. Phase one checks all arguments and
-returns a status, the size of the scratch memory and an executor; phase two takes the scratch memory, the executor and
-a stream, runs, and returns a status. No function raises for a bad argument; `aclGetRecentErrMsg` says what was wrong.
+For people who port or verify code that calls `aclnnThnnFusedLstmCellBackward` or, for the forward pass,
+`aclnnThnnFusedLstmCell`, which CANN has from 9.0.0 on. Phase one checks all arguments and returns a status, the size of
+the scratch memory and an executor; phase two takes the scratch memory, the executor and a stream, runs, and returns a
+status. No function raises for a bad argument; `aclGetRecentErrMsg` says what was wrong.
 
-On an NPU this is CANN's own pair, asynchronous and with its known defect: in float32, with a bias, for 4095 rows and
-more and a hidden size up to 96, its bias gradient is wrong. `lstmcell_bwd.lstm_cell_backward` avoids that.
+On an NPU these are CANN's own functions, asynchronous and with a known defect: in float32, with a bias, for 4095
+rows and more and a hidden size up to 96, the bias gradient is wrong. `lstmcell_bwd.lstm_cell_backward` avoids that.
 
 Examples
 --------
@@ -30,10 +31,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lstmcell_bwd import _api, dispatch, npu
-from lstmcell_bwd._arguments import check_arguments, missing, wrong_dtype, wrong_rank, wrong_type, wrong_value
+from lstmcell_bwd._arguments import (
+    ForwardArguments,
+    check_arguments,
+    check_forward_arguments,
+    missing,
+    wrong_dtype,
+    wrong_rank,
+    wrong_type,
+    wrong_value,
+)
 from lstmcell_bwd.errors import InvalidParameterError, LSTMCellError, NullPointerError, Status
+from lstmcell_bwd.npu import BACKWARD, FORWARD
 
 if TYPE_CHECKING:
+    from lstmcell_bwd._arguments import Arguments
     from lstmcell_bwd.npu.op import NPUExecutor, Operands
     from lstmcell_bwd.npu.runtime import Companion, Device
 
@@ -41,8 +53,10 @@ __all__ = [
     "Executor",
     "Status",
     "aclGetRecentErrMsg",
+    "aclnnThnnFusedLstmCell",
     "aclnnThnnFusedLstmCellBackward",
     "aclnnThnnFusedLstmCellBackwardGetWorkspaceSize",
+    "aclnnThnnFusedLstmCellGetWorkspaceSize",
 ]
 
 _recent = threading.local()
@@ -56,11 +70,14 @@ class Executor:
 
     Attributes
     ----------
+    operator : str
+        CANN's name of the operator.
     workspace_size : int
         Bytes of scratch memory that the call needs.
     """
 
     def __init__(self, backend: _HostCall | _NPUCall) -> None:
+        self.operator = backend.operator
         self.workspace_size = backend.workspace_size
         self._backend: _HostCall | _NPUCall | None = backend
         self._used: _HostCall | _NPUCall | None = None  # keeps the memory of a call that still waits on its stream
@@ -127,20 +144,15 @@ def aclnnThnnFusedLstmCellBackwardGetWorkspaceSize(  # noqa: N802 - CANN's name
                 raise missing(name)
         out = (gradGatesOut, gradCxOut, None if without_bias else gradBiasOut)
         arguments = check_arguments(gradHyOptional, gradCOptional, cx, cy, storage, hasBias, out)
-        if arguments.dtype.name not in npu.OPERATOR_DTYPES:
-            raise wrong_dtype("cx", " or ".join(npu.OPERATOR_DTYPES), arguments.dtype)
         unused_dtype = str(getattr(gradBiasOut, "dtype", arguments.dtype)).removeprefix("torch.")
         if unused_dtype != arguments.dtype.name:
             raise wrong_dtype("gradBiasOut", f"{arguments.dtype} like `cx`", unused_dtype)
-        if arguments.batch == 0 or arguments.hidden == 0:
-            raise wrong_rank("cx", f"{arguments.cx.shape}, which is empty")
-        if arguments.on_host:
-            executor = Executor(_HostCall(arguments))
-        else:
-            executor = Executor(_NPUCall(arguments, dispatch.choose(arguments, "npu", None).device))
+        inputs = [arguments.grad_hy, arguments.grad_cy, arguments.cx, arguments.cy, arguments.gates]
+        outputs = [arguments.grad_gates, arguments.grad_cx, arguments.grad_bias]
+        call = _prepared(arguments, inputs, outputs, arguments.cx, arguments.has_bias)
     except (LSTMCellError, MemoryError) as error:
         return _failed(error), 0, None
-    return Status.ACLNN_SUCCESS, executor.workspace_size, executor
+    return Status.ACLNN_SUCCESS, call.workspace_size, Executor(call)
 
 
 def aclnnThnnFusedLstmCellBackward(  # noqa: N802 - CANN's name
@@ -167,23 +179,79 @@ def aclnnThnnFusedLstmCellBackward(  # noqa: N802 - CANN's name
     int
         A status. On an NPU the results are there when the stream is done; `NPUArray.to_numpy` waits for that.
     """
+    return _phase_two(BACKWARD, workspace, workspaceSize, executor, stream)
+
+
+def aclnnThnnFusedLstmCellGetWorkspaceSize(  # noqa: N802 - CANN's name
+    inputGates: Any,  # noqa: N803
+    hiddenGates: Any,  # noqa: N803
+    cx: Any,
+    inputBiasOptional: Any,  # noqa: N803
+    hiddenBiasOptional: Any,  # noqa: N803
+    hyOut: Any,  # noqa: N803
+    cyOut: Any,  # noqa: N803
+    storageOut: Any,  # noqa: N803
+) -> tuple[int, int, Executor | None]:
+    """Check the arguments of the forward pass: phase one.
+
+    Parameters
+    ----------
+    inputGates, hiddenGates : array of shape (N, 4*H)
+        The two matrix products, in the order i, f, g, o.
+    cx : array of shape (N, H)
+        Cell state before the cell.
+    inputBiasOptional, hiddenBiasOptional : array of shape (4*H,), or None
+        Both or neither, as CANN wants it.
+    hyOut, cyOut, storageOut : array of shape (N, H), (N, H) and (N, 4*H)
+        Outputs; storageOut takes the activated gates.
+
+    Returns
+    -------
+    status : int
+    workspace_size : int
+    executor : Executor or None
+        As of `aclnnThnnFusedLstmCellBackwardGetWorkspaceSize`, under the same rules.
+    """
     try:
-        if executor is None:
-            message = "`executor` must be one from phase one, got None"
-            raise NullPointerError(message)
-        if not isinstance(executor, Executor):
-            raise wrong_type("executor", "one from phase one", executor)
-        call = executor.take()
-        if isinstance(workspaceSize, bool) or not isinstance(workspaceSize, (int, np.integer)):
-            raise wrong_type("workspaceSize", "a number of bytes", workspaceSize)
-        if workspace is None and workspaceSize != 0:
-            raise missing("workspace")
-        if workspaceSize < call.workspace_size:
-            raise wrong_value("workspaceSize", f"at least {call.workspace_size}", workspaceSize)
-        call.run(workspace, int(workspaceSize), stream)
+        required = {"inputGates": inputGates, "hiddenGates": hiddenGates, "cx": cx}
+        if inputBiasOptional is not None or hiddenBiasOptional is not None:
+            required |= {"inputBiasOptional": inputBiasOptional, "hiddenBiasOptional": hiddenBiasOptional}
+        required |= {"hyOut": hyOut, "cyOut": cyOut, "storageOut": storageOut}
+        for name, tensor in required.items():
+            if tensor is None:
+                raise missing(name)
+        out = (hyOut, cyOut, storageOut)
+        arguments = check_forward_arguments(inputGates, hiddenGates, cx, inputBiasOptional, hiddenBiasOptional, out)
+        inputs = [arguments.input_gates, arguments.hidden_gates, arguments.cx]
+        inputs += [arguments.input_bias, arguments.hidden_bias]
+        call = _prepared(arguments, inputs, [arguments.hy, arguments.cy, arguments.gates], None)
     except (LSTMCellError, MemoryError) as error:
-        return _failed(error)
-    return Status.ACLNN_SUCCESS
+        return _failed(error), 0, None
+    return Status.ACLNN_SUCCESS, call.workspace_size, Executor(call)
+
+
+def aclnnThnnFusedLstmCell(  # noqa: N802 - CANN's name
+    workspace: Any,
+    workspaceSize: int,  # noqa: N803
+    executor: Executor | None,
+    stream: Any = None,
+) -> int:
+    """Run the forward call: phase two, as `aclnnThnnFusedLstmCellBackward`.
+
+    Parameters
+    ----------
+    workspace : buffer, NPUArray, int or None
+    workspaceSize : int
+    executor : Executor
+        From `aclnnThnnFusedLstmCellGetWorkspaceSize`.
+    stream : int, torch_npu stream or None
+
+    Returns
+    -------
+    int
+        A status.
+    """
+    return _phase_two(FORWARD, workspace, workspaceSize, executor, stream)
 
 
 def aclGetRecentErrMsg() -> str | None:  # noqa: N802 - CANN's name
@@ -208,12 +276,56 @@ def _failed(error: BaseException) -> int:
         return code
 
 
+def _prepared(
+    arguments: Arguments | ForwardArguments,
+    inputs: list[Any],
+    outputs: list[Any],
+    zeros_like: Any,
+    *flags: bool,
+) -> _HostCall | _NPUCall:
+    """Check what phase one refuses beyond the rules of the functions on arrays, and prepare the call."""
+    if arguments.dtype.name not in npu.OPERATOR_DTYPES:
+        raise wrong_dtype("cx", " or ".join(npu.OPERATOR_DTYPES), arguments.dtype)
+    if arguments.batch == 0 or arguments.hidden == 0:
+        raise wrong_rank("cx", f"{arguments.cx.shape}, which is empty")
+    if arguments.on_host:
+        return _HostCall(arguments, outputs)
+    device = dispatch.choose(arguments, "npu", None).device
+    return _NPUCall(arguments.operator, device, inputs, outputs, zeros_like, flags)
+
+
+def _phase_two(operator: str, workspace: Any, size: int, executor: Executor | None, stream: Any) -> int:
+    """Run a prepared call."""
+    try:
+        if executor is None:
+            message = "`executor` must be one from phase one, got None"
+            raise NullPointerError(message)
+        if not isinstance(executor, Executor):
+            raise wrong_type("executor", "one from phase one", executor)
+        if executor.operator != operator:
+            raise wrong_value("executor", f"one from {operator}GetWorkspaceSize", executor)
+        call = executor.take()
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
+            raise wrong_type("workspaceSize", "a number of bytes", size)
+        if workspace is None and size != 0:
+            raise missing("workspace")
+        if size < call.workspace_size:
+            raise wrong_value("workspaceSize", f"at least {call.workspace_size}", size)
+        call.run(workspace, int(size), stream)
+    except (LSTMCellError, MemoryError) as error:
+        return _failed(error)
+    return Status.ACLNN_SUCCESS
+
+
 class _HostCall:
     """A prepared call on the CPU."""
 
-    def __init__(self, arguments: Any) -> None:
-        outputs = (arguments.grad_gates, arguments.grad_cx, arguments.grad_bias)
-        self._executor = _api.prepare(arguments, outputs)
+    def __init__(self, arguments: Arguments | ForwardArguments, outputs: list[Any]) -> None:
+        self.operator = arguments.operator
+        if isinstance(arguments, ForwardArguments):
+            self._executor = _api.prepare_forward(arguments, tuple(outputs))
+        else:
+            self._executor = _api.prepare(arguments, tuple(outputs))
         self.workspace_size: int = self._executor.workspace_size
 
     def run(self, workspace: Any, workspace_size: int, stream: object) -> None:
@@ -233,20 +345,27 @@ class _HostCall:
 class _NPUCall:
     """A prepared call on an NPU."""
 
-    def __init__(self, arguments: Any, device: str) -> None:
+    def __init__(
+        self,
+        operator: str,
+        device: str,
+        inputs: list[Any],
+        outputs: list[Any],
+        zeros_like: Any,
+        flags: tuple[bool, ...],
+    ) -> None:
         from lstmcell_bwd.npu import op, runtime
 
+        self.operator = operator
         self._device: Device = runtime.get_device(int(device.removeprefix("npu:")))
         self._operands: Operands
         self._executor: NPUExecutor
-        inputs = [arguments.grad_hy, arguments.grad_cy, arguments.cx, arguments.cy, arguments.gates]
-        outputs = [arguments.grad_gates, arguments.grad_cx, arguments.grad_bias]
 
         def job(_: Companion) -> None:
-            self._operands = op.Operands(self._device, inputs, outputs)
+            self._operands = op.Operands(self._device, inputs, outputs, zeros_like)
             try:
                 self._executor = op.prepare(
-                    self._device, self._operands.inputs, self._operands.outputs, arguments.has_bias
+                    self._device, operator, self._operands.inputs, self._operands.outputs, *flags
                 )
             except BaseException:
                 self._device.release(self._operands.disown(), idle=True)
@@ -265,7 +384,8 @@ class _NPUCall:
             self._operands.copy_inputs(handle)
             self._executor.run(address, handle)
             for output in self._operands.outputs:
-                output.memory.launched_at = faults
+                if output is not None:
+                    output.memory.launched_at = faults
 
         self._device.run(job, self._device.caller_context())
 

@@ -17,7 +17,7 @@ from lstmcell_bwd._version import __version__
 from lstmcell_bwd.errors import InvalidParameterError, NPUUnavailableError
 
 if TYPE_CHECKING:
-    from lstmcell_bwd._arguments import Arguments
+    from lstmcell_bwd._arguments import Arguments, ForwardArguments
 
 __all__ = ["Decision", "check_stream", "choose", "show_config"]
 
@@ -33,12 +33,12 @@ class Decision(NamedTuple):
     reason: str
 
 
-def choose(arguments: Arguments, device: str, stream: object) -> Decision:
+def choose(arguments: Arguments | ForwardArguments, device: str, stream: object) -> Decision:
     """Decide where a checked call runs.
 
     Parameters
     ----------
-    arguments : Arguments
+    arguments : Arguments or ForwardArguments
         The checked tensors of the call; outputs count like inputs.
     device : {"auto", "cpu", "npu", "npu:<index>", "prefer-npu"}
         What the caller asked for. "auto" is replaced by the environment variable LSTMCELL_BWD_DEVICE where it is set.
@@ -87,7 +87,7 @@ def _wanted_device(device: str) -> tuple[str, int | None]:
     return match[1] or "npu", None if match[2] is None else int(match[2])
 
 
-def _decide(arguments: Arguments, wish: str, index: int | None) -> Decision:
+def _decide(arguments: Arguments | ForwardArguments, wish: str, index: int | None) -> Decision:
     """Apply the table of devices and locations."""
     homes = _locations(arguments)
     if len(homes) > 1:
@@ -101,7 +101,7 @@ def _decide(arguments: Arguments, wish: str, index: int | None) -> Decision:
         return Decision("cpu", "it was asked for")
     if wish == "auto":
         return Decision("cpu", "the tensors are on the host, and copying them to a device takes longer than computing")
-    missing = npu.unavailable_reason(index or 0)
+    missing = npu.unavailable_reason(index or 0, arguments.operator)
     if wish == "prefer-npu":
         if missing is not None:
             return Decision("cpu", f"the NPU cannot be used: {missing}")
@@ -117,13 +117,13 @@ def _decide(arguments: Arguments, wish: str, index: int | None) -> Decision:
     return Decision(f"npu:{index or 0}", "it was asked for")
 
 
-def _on_npu(arguments: Arguments, home: str, wish: str, index: int | None) -> Decision:
+def _on_npu(arguments: Arguments | ForwardArguments, home: str, wish: str, index: int | None) -> Decision:
     """Decide for tensors that are all on one NPU."""
     if wish == "cpu":
         raise wrong_value("device", f"the NPU where the tensors are, {home} (to use the CPU, copy them first)", wish)
     if index is not None and home != f"npu:{index}":
         raise wrong_value("device", f"the NPU where the tensors are, {home}", f"npu:{index}")
-    missing = npu.unavailable_reason(int(home.removeprefix("npu:")))
+    missing = npu.unavailable_reason(int(home.removeprefix("npu:")), arguments.operator)
     if missing is not None:
         message = f"the tensors are on {home}, which cannot be used: {missing}"
         raise NPUUnavailableError(message)
@@ -131,13 +131,13 @@ def _on_npu(arguments: Arguments, home: str, wish: str, index: int | None) -> De
     return Decision(home, "the tensors are there")
 
 
-def _check_dtype(arguments: Arguments) -> None:
+def _check_dtype(arguments: Arguments | ForwardArguments) -> None:
     """Refuse what the NPU's operator does not have."""
     if arguments.dtype.name not in npu.OPERATOR_DTYPES:
         raise wrong_dtype("cx", f"{' or '.join(npu.OPERATOR_DTYPES)} on an NPU", arguments.dtype)
 
 
-def _locations(arguments: Arguments) -> dict[str, str]:
+def _locations(arguments: Arguments | ForwardArguments) -> dict[str, str]:
     """Find where the tensors of a call are, each place with the name of the first tensor there."""
     homes: dict[str, str] = {}
     for name, tensor in arguments.tensors.items():

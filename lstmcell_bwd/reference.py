@@ -1,4 +1,4 @@
-"""The operator in plain NumPy, and what its results are measured by: scales, bounds, and the Inf and NaN rule.
+"""The operators in plain NumPy, and what their results are measured by: scales, bounds, and the Inf and NaN rule.
 
 Slow, readable, and accurate: it works in float64 (or in NumPy's long double, to judge float64 results) and uses no
 formula that cancels. It is meant for reading, for tests, and for checking a device.
@@ -13,6 +13,11 @@ of the published operator `aclnnThnnFusedLstmCellBackward` of Ascend CANN, which
     d_i = total * g  * i * (1 - i)        d_g = total * i * (1 - g**2)
     d_f = total * cx * f * (1 - f)        d_o = grad_hy * t * o * (1 - o)
     grad_gates = [d_i, d_f, d_g, d_o]     grad_bias = sum of grad_gates over the batch
+
+and, of the forward pass, with `a` the sum of the two matrix products and the biases::
+
+    i, f, o = sigmoid(a_i), sigmoid(a_f), sigmoid(a_o)      g = tanh(a_g)
+    cy = f * cx + i * g         hy = o * tanh(cy)
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lstmcell_bwd._arguments import missing, wrong_rank, wrong_shape
-from lstmcell_bwd._types import LSTMCellGradients
+from lstmcell_bwd._types import LSTMCellGradients, LSTMCellState
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -34,6 +39,7 @@ __all__ = [
     "error_in_units",
     "errors_in_units",
     "exact_column_sums",
+    "forward_errors",
     "in_range",
     "limits",
     "lstm_cell_backward",
@@ -165,10 +171,60 @@ def tanh_and_slope(cy: Any) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     return t, 4 * e / ((1 + e) * (1 + e)), e
 
 
+def two_sum(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return a + b, rounded, and what rounding cut off (Knuth, The Art of Computer Programming 2, 4.2.2)."""
+    total = a + b
+    seen = total - a
+    return total, (a - (total - seen)) + (b - seen)
+
+
+def exact_sum(terms: list[NDArray[Any]]) -> NDArray[Any]:
+    """Return the sum of the terms, rounded about once however much cancels; where it overflows as plain addition."""
+    parts: list[NDArray[Any]] = list(np.broadcast_arrays(*terms))
+    plain = sum(parts[1:], start=parts[0])
+    # Each pass moves the sum to the end and leaves what was cut off (Ogita, Rump and Oishi, Accurate Sum and Dot
+    # Product): as if added in four times the precision.
+    for _ in range(3):
+        for k in range(1, len(parts)):
+            parts[k], parts[k - 1] = two_sum(parts[k], parts[k - 1])
+    total = sum(parts[1:], start=parts[0])
+    total = np.where(total == 0, 0 * plain, total)  # with the sign that a zero has
+    return np.where(np.isfinite(total), total, plain)
+
+
+def checked_forward_arrays(
+    input_gates: Any, hidden_gates: Any, cx: Any, input_bias: Any, hidden_bias: Any, dtype: DTypeLike
+) -> tuple[list[NDArray[Any]], NDArray[Any]]:
+    """Return the terms of the sum `a`, and `cx`, in the working precision."""
+    for name, value in (("input_gates", input_gates), ("hidden_gates", hidden_gates), ("cx", cx)):
+        if value is None:
+            raise missing(name)
+    with np.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+        terms, cx = [], np.asarray(cx).astype(dtype)
+        if cx.ndim != 2:
+            raise wrong_rank(name, cx.shape)
+        for name, product in (("input_gates", input_gates), ("hidden_gates", hidden_gates)):
+            terms.append(np.asarray(product).astype(dtype))
+            check_shape(name, terms[-1], cx.shape, blocks=4)
+        for name, bias in (("input_bias", input_bias), ("hidden_bias", hidden_bias)):
+            if bias is not None:
+                terms.append(np.asarray(bias).astype(dtype))
+                wanted = (4 * cx.shape[1],)
+                if terms[-1].shape != wanted:
+                    raise wrong_shape(name, "(4*H,)", wanted, "cx", cx.shape, terms[-1].shape)
+    return terms, cx
+
+
 def lstm_cell_forward(
-    input_gates: Any, hidden_gates: Any, cx: Any, input_bias: Any = None, hidden_bias: Any = None
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Compute the forward pass of an LSTM cell from its two matrix products, in float64.
+    input_gates: Any,
+    hidden_gates: Any,
+    cx: Any,
+    input_bias: Any = None,
+    hidden_bias: Any = None,
+    *,
+    dtype: DTypeLike = np.float64,
+) -> LSTMCellState:
+    """Compute the forward pass of an LSTM cell from its two matrix products.
 
     Parameters
     ----------
@@ -177,28 +233,88 @@ def lstm_cell_forward(
     cx : array_like, shape (N, H)
         Cell state that enters the cell.
     input_bias, hidden_bias : array_like of shape (4*H,), optional
+        Added to the products.
+    dtype : dtype, default float64
+        Working precision and dtype of the results, float64 or `numpy.longdouble`.
 
     Returns
     -------
-    hy, cy : ndarray of float64, shape (N, H)
-        Hidden state and cell state that leave the cell.
-    gates : ndarray of float64, shape (N, 4*H)
-        The activated gates, which the backward pass takes.
+    LSTMCellState
+        (hy, cy, gates): hidden state and cell state that leave the cell, and the activated gates, which the backward
+        pass takes.
+
+    Raises
+    ------
+    NullPointerError, InvalidParameterError
+        As `lstmcell_bwd.lstm_cell_forward`, for a missing array and for a wrong shape.
     """
-    cx = np.asarray(cx).astype(np.float64)
-    a = np.zeros((cx.shape[0], 4 * cx.shape[1]))
-    for name, product in (("input_gates", input_gates), ("hidden_gates", hidden_gates)):
-        product = np.asarray(product).astype(np.float64)
-        check_shape(name, product, cx.shape, blocks=4)
-        a = a + product
-    for bias in (input_bias, hidden_bias):
-        if bias is not None:
-            a = a + np.asarray(bias).astype(np.float64)
-    a_i, a_f, a_g, a_o = np.split(a, 4, axis=1)
-    i, f, g, o = sigmoid(a_i), sigmoid(a_f), np.tanh(a_g), sigmoid(a_o)
-    cy = f * cx + i * g
-    hy = o * np.tanh(cy)
-    return hy, cy, np.concatenate([i, f, g, o], axis=1)
+    terms, cx = checked_forward_arrays(input_gates, hidden_gates, cx, input_bias, hidden_bias, dtype)
+    with np.errstate(all="ignore"):
+        a_i, a_f, a_g, a_o = np.split(exact_sum(terms), 4, axis=1)
+        i, f, g, o = sigmoid(a_i), sigmoid(a_f), np.tanh(a_g), sigmoid(a_o)
+        cy = f * cx + i * g
+        hy = o * np.tanh(cy)
+    return LSTMCellState(hy, cy, np.concatenate([i, f, g, o], axis=1))
+
+
+def forward_errors(
+    state: LSTMCellState,
+    input_gates: Any,
+    hidden_gates: Any,
+    cx: Any,
+    input_bias: Any = None,
+    hidden_bias: Any = None,
+    exact: LSTMCellState | None = None,
+) -> LSTMCellState:
+    """Measure the error of every element of a forward pass as a share of what the package allows itself.
+
+    Parameters
+    ----------
+    state : LSTMCellState
+        The result to judge, of the dtype that was computed with.
+    input_gates, hidden_gates, cx, input_bias, hidden_bias : array_like
+        The inputs of the call.
+    exact : LSTMCellState, optional
+        The true result; by default `lstm_cell_forward` in `wide_dtype`.
+
+    Returns
+    -------
+    LSTMCellState
+        Shares; up to 1 is allowed. With S the sum of the sizes of the terms of a gate's sum `a`, and eps of the type
+        that is computed in, that is `4 * eps * (1 + S)` times the size of a gate; times `|f * cx| + |i * g|` for cy,
+        with the largest S of i, f and g; and for hy, with the largest S of all gates, times `|o * tanh(cy)|`, or where
+        the terms of cy cancel, what their allowance costs tanh: `|o| * (1 - tanh(cy)**2) * (|f * cx| + |i * g|)`. No
+        size is taken below the smallest normal number of the result's dtype. For float16 and bfloat16 a rounding of
+        0.51 of their own eps is added. Elements whose exact value, or a term of it, is not finite in the type that is
+        computed in, or no number of the result's dtype, have an error of 0.
+    """
+    dtype = state.hy.dtype
+    wide = wide_dtype(dtype)
+    inside, outside = limits(arithmetic_dtype(dtype)), limits(dtype)
+    terms, cx = checked_forward_arrays(input_gates, hidden_gates, cx, input_bias, hidden_bias, wide)
+    if exact is None:
+        exact = lstm_cell_forward(input_gates, hidden_gates, cx, input_bias, hidden_bias, dtype=wide)
+    with np.errstate(all="ignore"):
+        i, f, g, o = np.split(exact.gates, 4, axis=1)
+        sizes = sum((np.abs(term) for term in terms[1:]), start=np.abs(terms[0]))
+        s_i, s_f, s_g, s_o = np.split(sizes, 4, axis=1)
+        s_cell = np.maximum(np.maximum(s_i, s_f), s_g)
+        cell = np.abs(f * cx) + np.abs(i * g)
+        t, slope, _ = tanh_and_slope(exact.cy)
+        scales = (
+            (np.maximum(s_cell, s_o), np.abs(o) * np.maximum(np.abs(t), slope * cell)),
+            (s_cell, cell),
+            (sizes, np.abs(exact.gates)),
+        )
+        shares = []
+        for value, truth, (sums, size) in zip(state, exact, scales, strict=True):
+            allowed = 4 * inside.eps * (1 + sums) * np.maximum(size, inside.smallest_normal)
+            if dtype.itemsize == 2:
+                allowed += 0.51 * outside.eps * np.maximum(size, outside.smallest_normal)
+            share = quotient(distance(value, truth, None, wide), allowed)
+            good = (sums <= inside.largest) & (size + allowed <= inside.largest) & (np.abs(truth) <= outside.largest)
+            shares.append(np.where(good, share, 0).astype(np.float64))
+    return LSTMCellState(*shares)
 
 
 def lstm_cell_backward(
@@ -409,7 +525,7 @@ def exact_column_sums(terms: Any) -> tuple[NDArray[Any], NDArray[Any]]:
 
     Notes
     -----
-    Neighbours are added with Knuth's two-sum (The Art of Computer Programming 2, 4.2.2), which loses nothing.
+    Neighbours are added with `two_sum`, which loses nothing.
     """
     high = np.asarray(terms).astype(np.float64)
     low = np.zeros_like(high)
@@ -418,9 +534,7 @@ def exact_column_sums(terms: Any) -> tuple[NDArray[Any], NDArray[Any]]:
     while len(high) > 1:
         odd = len(high) % 2
         a, b = high[: len(high) - odd : 2], high[1::2]
-        total = a + b
-        seen = total - a
-        cut = (a - (total - seen)) + (b - seen)
+        total, cut = two_sum(a, b)
         cut += low[: len(low) - odd : 2] + low[1::2]
         high = np.concatenate([total, high[len(high) - odd :]])
         low = np.concatenate([cut, low[len(low) - odd :]])

@@ -846,3 +846,26 @@ def choose_device(grad_hy, grad_cy, cx, cy, gates, has_bias=True, *, out=None, d
     if num_threads is not None:
         thread_count(num_threads)
     return dispatch.choose(arguments, device, stream)
+
+
+def choose_forward_device(input_gates, hidden_gates, cx, input_bias=None, hidden_bias=None, *, out=None,
+                          device="auto", num_threads=None):
+    """Where `lstm_cell_forward` would run these arguments, and why, without running anything.
+
+    Parameters
+    ----------
+    input_gates, hidden_gates, cx, input_bias, hidden_bias, out, device, num_threads
+        The arguments of `lstm_cell_forward`; they are checked in the same way.
+
+    Returns
+    -------
+    device : str
+        "cpu", or "npu:<index>".
+    reason : str
+        A sentence.
+    """
+    cdef ForwardArguments arguments = check_forward_arguments(input_gates, hidden_gates, cx, input_bias, hidden_bias,
+                                                              out)
+    if num_threads is not None:
+        thread_count(num_threads)
+    return dispatch.choose(arguments, device, None)

@@ -14,6 +14,7 @@ cimport cython
 cimport numpy as cnp
 
 from lstmcell_bwd.errors import InvalidParameterError, NullPointerError, UnsupportedDtypeError
+from lstmcell_bwd.npu import BACKWARD, FORWARD
 
 include "kernel_abi.pxi"
 
@@ -261,6 +262,11 @@ cdef class Arguments:
     """The checked arguments of one backward call, the same for every backend."""
 
     @property
+    def operator(self):
+        """CANN's operator for the call."""
+        return BACKWARD
+
+    @property
     def tensors(self):
         """All tensors of the call by name, None for what is missing."""
         return {"cx": self.cx, "cy": self.cy, "gates": self.gates, "grad_hy": self.grad_hy, "grad_cy": self.grad_cy,
@@ -270,6 +276,11 @@ cdef class Arguments:
 @cython.freelist(8)
 cdef class ForwardArguments:
     """The checked arguments of one forward call, likewise."""
+
+    @property
+    def operator(self):
+        """CANN's operator for the call."""
+        return FORWARD
 
     @property
     def tensors(self):

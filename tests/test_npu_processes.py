@@ -122,6 +122,64 @@ def test_without_the_operator(tmp_path, built, message):
     assert "install CANN 9.0 or later" in printed
 
 
+FORWARD = """
+from lstmcell_bwd import lstm_cell_forward
+call = gates, gates, one
+on_cpu = lstm_cell_forward(*call, device="cpu")
+assert np.array_equal(lstm_cell_forward(*call).hy, on_cpu.hy)
+assert np.array_equal(lstm_cell_forward(*call, device="prefer-npu").hy, on_cpu.hy)
+device, reason = lstmcell_bwd.choose_forward_device(*call, device="prefer-npu")
+assert device == "cpu"
+out = np.full((1, 8), 7, np.float32)
+for arrays in (call, [NPUArray.from_numpy(array) for array in call]):
+    try:
+        lstm_cell_forward(*arrays, out=(out, None, None) if arrays is call else None, device="npu")
+    except lstmcell_bwd.NPUUnavailableError as error:
+        assert lstmcell_bwd.npu.unavailable_reason(0, lstmcell_bwd.npu.FORWARD) in str(error)
+        print(error)
+assert lstmcell_bwd.npu.unavailable_reason(0, lstmcell_bwd.npu.FORWARD) in reason and (out == 7).all()
+assert lstmcell_bwd.npu.is_available()
+assert right(lstm_cell_backward(one, one, one, one, gates, device="npu"))
+assert "has no aclnnThnnFusedLstmCell" in lstmcell_bwd.show_config("dict")["npu"]["forward operator"]
+"""
+
+
+def test_without_the_forward_operator(tmp_path):
+    """The first beta of CANN 9 has the backward operator alone: that is used, and the forward pass says what it lacks.
+
+    Host arrays stay on the CPU under "auto" and "prefer-npu".
+    """
+    printed, report = run(FORWARD, tmp_path, cann_sim.build(tmp_path / "home", missing="forward"))
+    on_host, on_device = printed.splitlines()
+    lacks = "has no aclnnThnnFusedLstmCellGetWorkspaceSize and no aclnnThnnFusedLstmCell); install CANN 9.0 or later"
+    assert on_host.startswith(
+        "`device` is an NPU, which cannot be used: the operator aclnnThnnFusedLstmCell was not found"
+    )
+    assert on_device.startswith(
+        "the tensors are on npu:0, which cannot be used: the operator aclnnThnnFusedLstmCell was"
+    )
+    assert lacks in on_host
+    assert lacks in on_device
+    assert simulation.left_over(report) == {}
+
+
+def test_forward_operator_in_another_library(tmp_path):
+    """A custom package that lacks it is passed over, for the forward operator alone."""
+    installed = cann_sim.build(tmp_path / "home", custom="default")
+    package = installed.home / "opp/vendors/simulated/op_api/lib/libcust_opapi.so"
+    backward_alone = cann_sim.build(tmp_path / "other", missing="forward", share=simulation.installation())
+    package.unlink()
+    package.write_bytes((backward_alone.home / "lib64/libopapi_nn.so").read_bytes())
+    code = """
+report = lstmcell_bwd.show_config("dict")["npu"]
+print(report["operator library"], report["forward operator"])
+"""
+    printed, _ = run(code, tmp_path, installed)
+    backward, forward = printed.split()
+    assert backward.endswith("libcust_opapi.so")
+    assert forward.endswith("libopapi_nn.so")
+
+
 def test_library_that_does_not_load(tmp_path):
     """A file that is no library is named, with the loader's own words."""
     installed = cann_sim.build(tmp_path / "home", operators=None)
@@ -174,16 +232,16 @@ print(aclnn.aclnnThnnFusedLstmCellBackwardGetWorkspaceSize(*tensors[:5], True, *
 
 def test_phases_in_two_libraries(tmp_path):
     """A library that has one phase and finds the other in a dependency is passed over."""
-    from lstmcell_bwd.npu import opapi
+    from lstmcell_bwd.npu import BACKWARD, opapi
 
     installed = cann_sim.build(
         tmp_path / "home", custom="default", missing="phase one", share=simulation.installation()
     )
     package = installed.home / "opp/vendors/simulated/op_api/lib/libcust_opapi.so"
-    library, _ = opapi._first([package], (opapi._PHASE_ONE, opapi._PHASE_TWO))
+    library, _ = opapi._first([package], (f"{BACKWARD}GetWorkspaceSize", BACKWARD))
     assert library is not None
     nn = installed.home / "lib64/libopapi_nn.so"
-    library, notes = opapi._first([nn], (opapi._PHASE_TWO, "aclCreateTensor"))
+    library, notes = opapi._first([nn], (BACKWARD, "aclCreateTensor"))
     assert library is None
     assert "has only one of aclnnThnnFusedLstmCellBackward and aclCreateTensor itself" in notes
 

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lstmcell_bwd.npu.array import NPUArray
 
-__all__ = ["OPERATOR_DTYPES", "NPUArray", "describe", "is_available", "unavailable_reason"]
+__all__ = ["BACKWARD", "FORWARD", "OPERATOR_DTYPES", "NPUArray", "describe", "is_available", "unavailable_reason"]
 
-OPERATOR_DTYPES = ("float32", "float16")  # what the operator has; nothing is cast to them
+BACKWARD = "aclnnThnnFusedLstmCellBackward"
+FORWARD = "aclnnThnnFusedLstmCell"  # from CANN 9.0.0 on; its first beta had the backward operator alone
+OPERATOR_DTYPES = ("float32", "float16")  # what the operators have; nothing is cast to them
 
 forked_from_acl = False  # this process was forked from one in which ACL may have been initialised, by us or by others
 
@@ -26,7 +28,7 @@ def _in_forked_child() -> None:
 os.register_at_fork(after_in_child=_in_forked_child)
 
 
-def unavailable_reason(index: int = 0) -> str | None:
+def unavailable_reason(index: int = 0, operator: str | None = None) -> str | None:
     """Say why an NPU cannot be used in this process, and what to do about it.
 
     The answer is looked for once per process; that initialises ACL where pyACL is installed.
@@ -35,6 +37,8 @@ def unavailable_reason(index: int = 0) -> str | None:
     ----------
     index : int
         The device.
+    operator : str, optional
+        CANN's name of the operator that is to run, where that may be missing though the backward operator is there.
 
     Returns
     -------
@@ -43,7 +47,7 @@ def unavailable_reason(index: int = 0) -> str | None:
     """
     from lstmcell_bwd.npu import runtime
 
-    return runtime.unavailable_reason(index)
+    return runtime.unavailable_reason(index, operator)
 
 
 def is_available() -> bool:

@@ -1,4 +1,4 @@
-"""One call of the operator on an NPU: from checked arguments to results.
+"""One call of an operator on an NPU: from checked arguments to results.
 
 `prepare` and `NPUExecutor.run` mirror the CPU backend's interface. They and everything that takes a companion run in
 companion threads; see `lstmcell_bwd.npu.runtime`.
@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lstmcell_bwd._types import LSTMCellGradients
-from lstmcell_bwd.npu import runtime
+from lstmcell_bwd._types import LSTMCellGradients, LSTMCellState
+from lstmcell_bwd.npu import BACKWARD, FORWARD, runtime
 from lstmcell_bwd.npu.array import NPUArray
 from lstmcell_bwd.npu.runtime import insist
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from lstmcell_bwd._arguments import Arguments
+    from lstmcell_bwd._arguments import Arguments, ForwardArguments
     from lstmcell_bwd.errors import NPURuntimeError
     from lstmcell_bwd.npu.runtime import Companion, Device
 
-__all__ = ["NPUExecutor", "Operands", "call_stream", "lstm_cell_backward", "prepare"]
+__all__ = ["NPUExecutor", "Operands", "call_stream", "lstm_cell_backward", "lstm_cell_forward", "prepare"]
 
 # The operator's known defect: its bias sum loses rows where it reduces 4095 or more rows at a time, which it does for
 # float32 and a hidden size of at most twice the number of vector cores (96 on the largest known chip; 128 leaves a
@@ -38,45 +38,56 @@ _PART_ROWS = 4088
 
 
 class Operands:
-    """The eight tensors that the operator insists on, on one device.
+    """The eight tensors of an operator on one device.
 
-    A missing gradient is filled in with zeros and an unused bias with one element. An input that an output overlaps is
-    copied before the launch, since CANN leaves open what happens then.
+    The backward operator insists on all of them: a missing gradient is filled in with zeros and an unused bias with one
+    element. The forward operator wants both biases or neither: one without the other gets zeros for company. An input
+    that an output overlaps is copied before the launch, since CANN leaves open what happens then.
 
     Parameters
     ----------
     device : Device
     inputs : sequence of NPUArray or None
-        grad_hy, grad_cy, cx, cy, gates.
+        grad_hy, grad_cy, cx, cy, gates; forward input_gates, hidden_gates, cx, input_bias, hidden_bias.
     outputs : sequence of NPUArray or None
-        grad_gates, grad_cx, grad_bias; the last is None without bias.
+        grad_gates, grad_cx, grad_bias; the last is None without bias. Forward hy, cy, gates.
+    zeros_like : NPUArray or None
+        An input of the shape of those that may be missing. None: what is missing stays away.
 
     Attributes
     ----------
-    inputs, outputs : list of NPUArray
+    inputs, outputs : list of NPUArray or None
     memories : list of Memory
         What was allocated to fill in; must live until the stream is done.
     """
 
-    def __init__(self, device: Device, inputs: Sequence[NPUArray | None], outputs: Sequence[NPUArray | None]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        inputs: Sequence[NPUArray | None],
+        outputs: Sequence[NPUArray | None],
+        zeros_like: NPUArray | None,
+    ) -> None:
         self.memories: list[runtime.Memory] = []
         self._device = device
         self._copies: list[tuple[int, int, int]] = []
         try:
-            self.inputs = self._filled(inputs, inputs[2], zeros=True)
-            self.outputs = self._filled(outputs, None, zeros=False)
+            self.inputs = self._filled(inputs, None if zeros_like is None else zeros_like.shape, zeros=True)
+            self.outputs = self._filled(outputs, (1,), zeros=False)
             for k, array in enumerate(self.inputs):
-                if any(_overlap(array, output) for output in self.outputs):
+                if array is not None and any(_overlap(array, output) for output in self.outputs if output is not None):
                     self.inputs[k] = self._copied(array)
         except BaseException:
             device.release(self.disown(), idle=True)
             raise
 
-    def _filled(self, arrays: Sequence[NPUArray | None], like: NPUArray | None, zeros: bool) -> list[NPUArray]:
+    def _filled(
+        self, arrays: Sequence[NPUArray | None], shape: tuple[int, ...] | None, zeros: bool
+    ) -> list[NPUArray | None]:
         there = [array for array in arrays if array is not None]
-        if len(there) == len(arrays):
-            return there
-        missing = NPUArray.allocate(self._device, (1,) if like is None else like.shape, there[0].dtype, zeros)
+        if shape is None or len(there) == len(arrays):
+            return list(arrays)
+        missing = NPUArray.allocate(self._device, shape, there[0].dtype, zeros)
         self.memories.append(missing.memory)
         return [missing if array is None else array for array in arrays]
 
@@ -114,9 +125,10 @@ class NPUExecutor:
         Bytes of device memory that `run` needs.
     """
 
-    def __init__(self, device: Device, tensors: list[int], workspace_size: int, handle: int) -> None:
+    def __init__(self, device: Device, operator: str, tensors: list[int], workspace_size: int, handle: int) -> None:
         self.workspace_size = workspace_size
         self._device = device
+        self._operator = operator
         self._tensors = tensors
         self._handle: int | None = handle
         device.executors.add(self)
@@ -125,7 +137,7 @@ class NPUExecutor:
         """Launch the call in device memory of `workspace_size` bytes at an address, and return at once."""
         handle, self._handle = self._handle, None
         try:
-            self._device.acl.operators.phase_two(workspace, self.workspace_size, handle, stream)
+            self._device.acl.operators.phase_two(self._operator, workspace, self.workspace_size, handle, stream)
         except BaseException:
             self.discard()
             raise
@@ -147,36 +159,43 @@ class NPUExecutor:
 
 def _give_back(device: Device, tensors: Sequence[int], executor: int | None) -> NPURuntimeError | None:
     operators = device.acl.operators
-    errors = [insist(operators.destroy_tensor, tensor)[1] for tensor in tensors]
+    errors = [insist(operators.destroy_tensor, tensor)[1] for tensor in tensors if tensor]
     if executor is not None:
         errors.append(insist(operators.destroy_executor, executor)[1])
     return next((error for error in errors if error is not None), None)
 
 
-def prepare(device: Device, inputs: Sequence[NPUArray], outputs: Sequence[NPUArray], has_bias: bool) -> NPUExecutor:
-    """Turn the operator's eight tensors into an executor: phase one."""
+def prepare(
+    device: Device,
+    operator: str,
+    inputs: Sequence[NPUArray | None],
+    outputs: Sequence[NPUArray | None],
+    *flags: bool,
+) -> NPUExecutor:
+    """Turn an operator's eight tensors, and its flags, into an executor: phase one."""
     operators = device.acl.operators
     tensors: list[int] = []
     try:
         for array in (*inputs, *outputs):
-            tensors.append(operators.create_tensor(array))
-        workspace_size, handle = operators.phase_one(tensors, has_bias)
+            tensors.append(0 if array is None else operators.create_tensor(array))
+        workspace_size, handle = operators.phase_one(operator, tensors, flags)
     except BaseException:
         _give_back(device, tensors, None)
         raise
-    return NPUExecutor(device, tensors, workspace_size, handle)
+    return NPUExecutor(device, operator, tensors, workspace_size, handle)
 
 
 def _launch(
     device: Device,
     companion: Companion,
-    inputs: Sequence[NPUArray],
-    outputs: Sequence[NPUArray],
-    has_bias: bool,
     stream: int,
+    operator: str,
+    inputs: Sequence[NPUArray | None],
+    outputs: Sequence[NPUArray | None],
+    *flags: bool,
 ) -> None:
     """Both phases, in the companion's workspace."""
-    executor = prepare(device, inputs, outputs, has_bias)
+    executor = prepare(device, operator, inputs, outputs, *flags)
     try:
         workspace = device.workspace(companion, executor.workspace_size, stream)
     except BaseException:
@@ -236,55 +255,73 @@ def lstm_cell_backward(arguments: Arguments, out: Any, device: str, stream: Any)
     LSTMCellGradients
         ndarrays, NPUArrays or torch_npu tensors, like `cx`.
     """
-    place = runtime.get_device(int(device.removeprefix("npu:")))
     inputs = [arguments.grad_hy, arguments.grad_cy, arguments.cx, arguments.cy, arguments.gates]
-    outputs: list[Any] = [arguments.grad_gates, arguments.grad_cx, arguments.grad_bias]
-    given: list[Any] = list(out) if out is not None else [None, None, None]
+    outputs = [arguments.grad_gates, arguments.grad_cx, arguments.grad_bias]
     shapes = [arguments.gates.shape, arguments.cx.shape, (4 * arguments.hidden,)]
-    wanted = range(3 if arguments.has_bias else 2)
-    owner = None if arguments.on_host else arguments.cx.memory.owner
-    if owner is not None:
-        from lstmcell_bwd.npu.array import adopt
+    call = _BackwardCall(device, arguments, inputs, outputs, shapes[: 3 if arguments.has_bias else 2])
+    return LSTMCellGradients(*call.results(out, stream))
 
-        for k in wanted:
-            if outputs[k] is None:
-                given[k] = owner.new_empty(shapes[k])
-                outputs[k] = adopt("out", given[k])
-    call = _Call(place, arguments, inputs, outputs, shapes)
-    handle, wait = call_stream(place, [array for array in (*inputs, *outputs) if isinstance(array, NPUArray)], stream)
-    context = 0 if handle is None else place.caller_context()
-    results = place.run(partial(call.run, stream=handle, wait=wait), context)
-    for k in wanted:
-        if isinstance(outputs[k], np.ndarray):
-            np.copyto(outputs[k], results[k])
-        if given[k] is None:
-            given[k] = results[k]
-    return LSTMCellGradients(*given)
+
+def lstm_cell_forward(arguments: ForwardArguments, out: Any, device: str) -> LSTMCellState:
+    """`lstmcell_bwd.lstm_cell_forward` where the dispatcher chose an NPU; the arguments are those of the above."""
+    inputs = [arguments.input_gates, arguments.hidden_gates, arguments.cx, arguments.input_bias, arguments.hidden_bias]
+    outputs = [arguments.hy, arguments.cy, arguments.gates]
+    shapes = [arguments.cx.shape, arguments.cx.shape, arguments.input_gates.shape]
+    call = _ForwardCall(device, arguments, inputs, outputs, shapes)
+    return LSTMCellState(*call.results(out, None))
 
 
 class _Call:
-    """One call of `lstm_cell_backward`, with what it holds on the device while it runs.
+    """One call on a device, with what it holds there while it runs.
 
     Parameters
     ----------
-    device : Device
-    arguments : Arguments
+    device : str
+        "npu:<index>".
+    arguments : Arguments or ForwardArguments
     inputs, outputs : list of ndarray, NPUArray or None
     shapes : list of tuple
-        The outputs' shapes.
+        Shapes of the outputs that are wanted.
     """
 
     def __init__(
-        self, device: Device, arguments: Arguments, inputs: list[Any], outputs: list[Any], shapes: list[Any]
+        self,
+        device: str,
+        arguments: Arguments | ForwardArguments,
+        inputs: list[Any],
+        outputs: list[Any],
+        shapes: list[tuple[int, ...]],
     ) -> None:
-        self._device = device
+        self._device = runtime.get_device(int(device.removeprefix("npu:")))
         self._on_host = arguments.on_host
-        self._has_bias = arguments.has_bias
+        self._owner = None if arguments.on_host else arguments.cx.memory.owner
         self._dtype = arguments.dtype.newbyteorder("=")
         self._batch, self._hidden = arguments.batch, arguments.hidden
         self._inputs, self._outputs, self._shapes = inputs, outputs, shapes
         self._temporary: list[runtime.Memory] = []
         self._created: list[runtime.Memory] = []
+
+    def results(self, out: Any, stream: Any) -> list[Any]:
+        """Run the call; return ndarrays, NPUArrays or torch_npu tensors, like `cx`, or what was given as `out`."""
+        outputs, wanted = self._outputs, range(len(self._shapes))
+        given: list[Any] = list(out) if out is not None else [None] * 3
+        if self._owner is not None:
+            from lstmcell_bwd.npu.array import adopt
+
+            for k in wanted:
+                if outputs[k] is None:
+                    given[k] = self._owner.new_empty(self._shapes[k])
+                    outputs[k] = adopt("out", given[k])
+        tensors = [array for array in (*self._inputs, *outputs) if isinstance(array, NPUArray)]
+        handle, wait = call_stream(self._device, tensors, stream)
+        context = 0 if handle is None else self._device.caller_context()
+        results = self._device.run(partial(self.run, stream=handle, wait=wait), context)
+        for k in wanted:
+            if isinstance(outputs[k], np.ndarray):
+                np.copyto(outputs[k], results[k])
+            if given[k] is None:
+                given[k] = results[k]
+        return given
 
     def run(self, companion: Companion, stream: int | None, wait: bool) -> list[Any]:
         """Compute, wait, and return the outputs: as ndarrays where the tensors are on the host."""
@@ -305,23 +342,22 @@ class _Call:
         faults = device.faults
         if wait:
             device.synchronise()
-        outputs = [self._output(k) for k in range(2 + self._has_bias)]
-        bias = None
+        outputs = [self._output(k) for k in range(len(self._shapes))]
         if self._batch and self._hidden:
             inputs = [self._input(array) for array in self._inputs]
             if stream is None:
                 stream = device.own_stream(companion)
-            bias = self._compute(companion, inputs, outputs, stream)
+            last = self._compute(companion, inputs, outputs, stream)
             for array in inputs:
                 if array is not None and array.memory.launched_at is not None:
                     faults = min(faults, array.memory.launched_at)
             device.check(faults)
-        elif self._has_bias:
-            bias = np.zeros(self._shapes[2], self._dtype)
+        else:
+            last = self._empty()
         if self._on_host:
-            return [bias if k == 2 and bias is not None else output.fetch(device) for k, output in enumerate(outputs)]
-        if bias is not None:
-            outputs[2].fill_from(device, bias)
+            return [last if k == 2 and last is not None else output.fetch(device) for k, output in enumerate(outputs)]
+        if last is not None:
+            outputs[2].fill_from(device, last)
         return outputs
 
     def _input(self, array: np.ndarray | NPUArray | None) -> NPUArray | None:
@@ -340,21 +376,62 @@ class _Call:
             (self._temporary if self._on_host else self._created).append(array.memory)
         return array
 
+    def _empty(self) -> np.ndarray | None:
+        """Return the last output of an empty call, where that has elements."""
+        return None
+
     def _compute(
         self, companion: Companion, inputs: list[NPUArray | None], outputs: list[NPUArray], stream: int
     ) -> np.ndarray | None:
-        """Launch and wait; return the bias where it had to be added up here."""
-        device = self._device
-        operands = Operands(device, inputs, [*outputs, None][:3])
+        """Launch and wait; return the last output where it had to be made here."""
+        raise NotImplementedError
+
+    def _operands(
+        self,
+        inputs: list[NPUArray | None],
+        outputs: Sequence[NPUArray | None],
+        zeros_like: NPUArray | None,
+        stream: int,
+    ) -> Operands:
+        operands = Operands(self._device, inputs, outputs, zeros_like)
         self._temporary += operands.memories
         operands.copy_inputs(stream)
+        return operands
+
+
+class _ForwardCall(_Call):
+    """One call of `lstm_cell_forward`."""
+
+    def _compute(
+        self, companion: Companion, inputs: list[NPUArray | None], outputs: list[NPUArray], stream: int
+    ) -> None:
+        operands = self._operands(inputs, outputs, inputs[4] if inputs[3] is None else inputs[3], stream)
+        _launch(self._device, companion, stream, FORWARD, operands.inputs, operands.outputs)
+        self._device.synchronise(stream)
+
+
+class _BackwardCall(_Call):
+    """One call of `lstm_cell_backward`."""
+
+    @property
+    def _has_bias(self) -> bool:
+        return len(self._shapes) == 3
+
+    def _empty(self) -> np.ndarray | None:
+        return np.zeros(self._shapes[2], self._dtype) if self._has_bias else None
+
+    def _compute(
+        self, companion: Companion, inputs: list[NPUArray | None], outputs: list[NPUArray], stream: int
+    ) -> np.ndarray | None:
+        device = self._device
+        operands = self._operands(inputs, [*outputs, None][:3], inputs[2], stream)
         if not (
             self._has_bias
             and self._dtype == np.float32
             and self._batch >= _DEFECT_ROWS
             and self._hidden <= _DEFECT_HIDDEN
         ):
-            _launch(device, companion, operands.inputs, operands.outputs, self._has_bias, stream)
+            _launch(device, companion, stream, BACKWARD, operands.inputs, operands.outputs, self._has_bias)
             device.synchronise(stream)
             return None
         parts = [slice(row, row + _PART_ROWS) for row in range(0, self._batch, _PART_ROWS)]
@@ -363,8 +440,9 @@ class _Call:
         self._temporary.append(sums.memory)
         for k, rows in enumerate(parts):
             part_sum = NPUArray(sums.memory, self._shapes[2], self._dtype, sums.strides[1:], k * sums.strides[0])
-            part_outputs = [operands.outputs[0][rows], operands.outputs[1][rows], part_sum]
-            _launch(device, companion, [array[rows] for array in operands.inputs], part_outputs, True, stream)
+            part_outputs = [*(array[rows] for array in outputs[:2]), part_sum]
+            part_inputs = [array[rows] for array in operands.inputs if array is not None]
+            _launch(device, companion, stream, BACKWARD, part_inputs, part_outputs, True)
         device.synchronise(stream)
         total = np.zeros(self._shapes[2])
         with np.errstate(all="ignore"):

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lstmcell_bwd.npu import BACKWARD, FORWARD
 from lstmcell_bwd.npu.runtime import failure
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Operators", "load"]
 
-_PHASE_TWO = "aclnnThnnFusedLstmCellBackward"
-_PHASE_ONE = f"{_PHASE_TWO}GetWorkspaceSize"
 _DATA_TYPES = {"float32": 0, "float16": 1}  # aclDataType
 _FORMAT_ND = 2
 _ERR_INNER = 561000
@@ -41,36 +40,58 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "aclDestroyTensor": (_status, [_handle]),
     "aclDestroyAclOpExecutor": (_status, [_handle]),
-    _PHASE_ONE: (
-        _status,
-        [*[_handle] * 5, ctypes.c_bool, *[_handle] * 3, ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(_handle)],
-    ),
-    _PHASE_TWO: (_status, [ctypes.c_void_p, ctypes.c_uint64, _handle, ctypes.c_void_p]),
 }
+
+# Phase one's flags between its five inputs and three outputs.
+_FLAGS: dict[str, list[Any]] = {BACKWARD: [ctypes.c_bool], FORWARD: []}
+for _name, _flags in _FLAGS.items():
+    _PROTOTYPES[f"{_name}GetWorkspaceSize"] = (
+        _status,
+        [*[_handle] * 5, *_flags, *[_handle] * 3, ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(_handle)],
+    )
+    _PROTOTYPES[_name] = (_status, [ctypes.c_void_p, ctypes.c_uint64, _handle, ctypes.c_void_p])
 
 
 class Operators:
-    """The functions of one installed operator package.
+    """The functions of the installed operator packages.
 
     Parameters
     ----------
     acl : module
         pyACL, for the runtime's messages.
-    tensor_library, operator_library : ctypes.CDLL
-        libnnopbase.so, and the library that has both phases.
+    tensor_library : ctypes.CDLL
+        libnnopbase.so.
+    libraries : dict
+        For each operator the library that has both of its phases, or why there is none.
+
+    Attributes
+    ----------
+    tensor_library : str
+        Path.
+    libraries, missing : dict of str
+        Path of the library of each operator that is there; for the others what is missing and what to do.
     """
 
-    def __init__(self, acl: Any, tensor_library: ctypes.CDLL, operator_library: ctypes.CDLL) -> None:
-        self.tensor_library = tensor_library._name
-        self.operator_library = operator_library._name
+    def __init__(self, acl: Any, tensor_library: ctypes.CDLL, libraries: dict[str, ctypes.CDLL | str]) -> None:
+        self.tensor_library: str = tensor_library._name
+        self.libraries: dict[str, str] = {}
+        self.missing: dict[str, str] = {}
+        self._phases: dict[str, tuple[Any, Any]] = {}
         self._acl = acl
+        for operator, library in libraries.items():
+            if isinstance(library, str):
+                self.missing[operator] = library
+            else:
+                self.libraries[operator] = library._name
+                self._phases[operator] = (
+                    _function(library, f"{operator}GetWorkspaceSize"),
+                    _function(library, operator),
+                )
         self._create_tensor = _function(tensor_library, "aclCreateTensor")
         self._destroy_tensor = _function(tensor_library, "aclDestroyTensor")
         self._destroy_executor = None
         if hasattr(tensor_library, "aclDestroyAclOpExecutor"):
             self._destroy_executor = _function(tensor_library, "aclDestroyAclOpExecutor")
-        self._phase_one = _function(operator_library, _PHASE_ONE)
-        self._phase_two = _function(operator_library, _PHASE_TWO)
 
     def create_tensor(self, array: NPUArray) -> int:
         """Make a descriptor of an array; it records the address and owns nothing."""
@@ -91,18 +112,18 @@ class Operators:
         """Destroy a descriptor."""
         self._check("aclDestroyTensor", self._destroy_tensor(handle))
 
-    def phase_one(self, tensors: Sequence[int], has_bias: bool) -> tuple[int, int]:
+    def phase_one(self, operator: str, tensors: Sequence[int], flags: Sequence[bool]) -> tuple[int, int]:
         """Check the arguments; return the workspace's size in bytes and the executor's handle."""
         workspace_size, executor = ctypes.c_uint64(0), _handle(None)
-        status = self._phase_one(
-            *tensors[:5], has_bias, *tensors[5:], ctypes.byref(workspace_size), ctypes.byref(executor)
+        status = self._phases[operator][0](
+            *tensors[:5], *flags, *tensors[5:], ctypes.byref(workspace_size), ctypes.byref(executor)
         )
-        self._check(_PHASE_ONE, status)
+        self._check(f"{operator}GetWorkspaceSize", status)
         return workspace_size.value, executor.value or 0
 
-    def phase_two(self, workspace: int, workspace_size: int, executor: int | None, stream: int) -> None:
+    def phase_two(self, operator: str, workspace: int, workspace_size: int, executor: int | None, stream: int) -> None:
         """Launch the operator. The executor is gone afterwards, also on failure."""
-        self._check(_PHASE_TWO, self._phase_two(workspace, workspace_size, executor, stream))
+        self._check(operator, self._phases[operator][1](workspace, workspace_size, executor, stream))
 
     def destroy_executor(self, executor: int) -> None:
         """Destroy an executor that phase two never saw; older releases cannot, and leak it."""
@@ -150,10 +171,12 @@ def load(acl: Any) -> Operators | str:
         return f"aclCreateTensor was not found ({notes}); {advice}"
     candidates = list(_custom_packages())
     candidates += [folder / name for name in ("libopapi_nn.so", "libopapi.so") for folder in folders]
-    operator_library, notes = _first(candidates, (_PHASE_ONE, _PHASE_TWO))
-    if operator_library is None:
-        return f"the operator {_PHASE_TWO} was not found ({notes}); {advice}"
-    return Operators(acl, tensor_library, operator_library)
+    libraries: dict[str, ctypes.CDLL | str] = {}
+    for operator in _FLAGS:
+        library, notes = _first(candidates, (f"{operator}GetWorkspaceSize", operator))
+        libraries[operator] = library or f"the operator {operator} was not found ({notes}); {advice}"
+    backward = libraries[BACKWARD]
+    return backward if isinstance(backward, str) else Operators(acl, tensor_library, libraries)
 
 
 def _library_folders() -> list[Path]:

@@ -221,14 +221,14 @@ def _try_to_open() -> Acl | str:
     return Acl(acl, code == _REPEAT_INITIALIZE, chip, device_count, operators)
 
 
-def unavailable_reason(index: int) -> str | None:
+def unavailable_reason(index: int, operator: str | None = None) -> str | None:
     """Answer `lstmcell_bwd.npu.unavailable_reason`."""
     acl = _open()
     if isinstance(acl, str):
         return acl
     if index >= len(acl.devices):
         return f"there is no device {index}; use one of npu:0 to npu:{len(acl.devices) - 1}"
-    return None
+    return None if operator is None else acl.operators.missing.get(operator)
 
 
 def get_device(index: int) -> Device:
@@ -258,7 +258,8 @@ def describe() -> dict[str, Any]:
         "devices": len(acl.devices),
         "pyacl": acl.module.__file__,
         "acl version": ".".join(map(str, version)) if not code else "unknown",
-        "operator library": acl.operators.operator_library,
+        "operator library": acl.operators.libraries[npu.BACKWARD],
+        "forward operator": acl.operators.libraries.get(npu.FORWARD) or acl.operators.missing[npu.FORWARD],
         "tensor library": acl.operators.tensor_library,
         "initialised by": "another library" if acl.initialised_before else "lstmcell_bwd",
     }

@@ -79,8 +79,8 @@ def build(directory, *, operators="libopapi_nn.so", missing=None, old_release=Fa
         Where to build; becomes ``ASCEND_HOME_PATH``.
     operators : {"libopapi_nn.so", "libopapi.so", None}
         The library that holds the operators: split (CANN 9), in one library (older), or none at all.
-    missing : {"phase one", "phase two", "both", None}
-        Symbols of the backward operator that this library lacks.
+    missing : {"phase one", "phase two", "both", "forward", None}
+        Symbols of the backward operator that this library lacks, or the forward operator as a whole.
     old_release : bool
         Leave out ``aclDestroyAclOpExecutor`` and the newer names of pyACL.
     custom : {"default", "environment", None}
@@ -111,6 +111,7 @@ def build(directory, *, operators="libopapi_nn.so", missing=None, old_release=Fa
         "phase one": ["SIM_WITHOUT_PHASE_ONE"],
         "phase two": ["SIM_WITHOUT_PHASE_TWO"],
         "both": ["SIM_WITHOUT_PHASE_ONE", "SIM_WITHOUT_PHASE_TWO"],
+        "forward": ["SIM_WITHOUT_FORWARD"],
     }[missing]
     if operators:
         _compile("lstm_cell.c", lib64 / operators, links, defines)

@@ -350,6 +350,7 @@ static const SimOperator backward = {
     .kernel = backward_kernel,
     .last_output_needs_flag = true,
 };
+#ifndef SIM_WITHOUT_FORWARD
 static const SimOperator forward = {
     .name = "aclnnThnnFusedLstmCell",
     .inputs = 5,
@@ -359,6 +360,7 @@ static const SimOperator forward = {
     .tiling_bytes = forward_bytes,
     .kernel = forward_kernel,
 };
+#endif
 
 #ifndef SIM_WITHOUT_PHASE_ONE
 SIM_PUBLIC int aclnnThnnFusedLstmCellBackwardGetWorkspaceSize(uint64_t grad_hy, uint64_t grad_c, uint64_t cx,
@@ -380,6 +382,7 @@ SIM_PUBLIC int aclnnThnnFusedLstmCellBackward(uint64_t workspace, uint64_t works
 }
 #endif
 
+#ifndef SIM_WITHOUT_FORWARD
 SIM_PUBLIC int aclnnThnnFusedLstmCellGetWorkspaceSize(uint64_t input_gates, uint64_t hidden_gates,
                                                       uint64_t cx, uint64_t input_bias, uint64_t hidden_bias,
                                                       uint64_t hy, uint64_t cy, uint64_t storage,
@@ -394,3 +397,4 @@ SIM_PUBLIC int aclnnThnnFusedLstmCell(uint64_t workspace, uint64_t workspace_siz
 {
     return sim_phase_two(&forward, workspace, workspace_size, executor, stream);
 }
+#endif
