@@ -3,9 +3,9 @@
     python tools/bits.py [--isa LEVEL] > here.txt
 
 Without a level every instruction set of the machine must give the same bits. One line for each dtype, kind of input and
-rule for Inf and NaN: the number of elements, a digest of the inputs and a digest of each output. Two machines agree
-when their lines are equal; the first line, which names the machine, is a comment. The inputs are made from integers by
-exact operations alone, so that no mathematical library has a say in them.
+rule for Inf and NaN, and for the forward pass: the number of elements, a digest of the inputs and one of each output.
+Two machines agree when their lines are equal; the first line, which names the machine, is a comment. The inputs are
+made from integers by exact operations alone, so that no mathematical library has a say in them.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def digest(*arrays):
 
 
 def lines(isa):
-    """Compute with one instruction set; returns a line for each dtype, kind of input and rule for Inf and NaN."""
+    """Compute with one instruction set; returns what is printed."""
     lstmcell_bwd.use_isa(isa)
     found = []
     for dtype in dtypes():
@@ -88,6 +88,12 @@ def lines(isa):
                 elements = sum(array.size for array in result)
                 read = f"inputs={digest(*inputs)}"
                 found.append("; ".join([dtype.name, kind, nonfinite, f"{elements} elements", read, *names]))
+            *_, cx, _, gates = inputs
+            with np.errstate(over="ignore"):
+                products = gates * dtype.type(16)  # exact; into saturation
+            result = lstmcell_bwd.lstm_cell_forward(products, gates[::-1], cx, gates[0], num_threads=2)
+            names = [f"{name}={digest(array)}" for name, array in result._asdict().items()]
+            found.append("; ".join([dtype.name, kind, "forward", f"{sum(x.size for x in result)} elements", *names]))
     return found
 
 
