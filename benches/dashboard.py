@@ -4,8 +4,9 @@
 
 Runs the asv suite with one sample for each benchmark on the newest commits that changed what is compiled or the
 package, publishes the page to benches/.asv/html with its scripts beside it (they come from npm, see package.json; asv's
-own page asks the network for them), and opens it in headless Chromium. Exit status 1 if a commit has no results, or if
-a page does not show its graph with data on it. `asv preview --config benches/asv.conf.json` shows the page.
+own page asks the network for them), and opens it in headless Chromium. A commit that gives no data, because it cannot
+be built, is named and an older one taken. Exit status 1 if too few commits give data, or if a page does not show its
+graph with data on it. `asv preview --config benches/asv.conf.json` shows the page.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import functools
 import http.server
+import json
+import math
 import re
 import shutil
 import subprocess
@@ -32,6 +35,7 @@ __all__ = ["DashboardError", "columns_with_curves", "labels_in", "localised"]
 BENCHES = Path(__file__).resolve().parent
 CONFIG = BENCHES / "asv.conf.json"
 HTML = BENCHES / ".asv" / "html"
+RESULTS = BENCHES / ".asv" / "results"
 SCREENSHOTS = BENCHES / ".asv" / "screenshots"
 # One sample, no warm-up: enough to draw a graph, and the suite's tests of its own limits are elsewhere.
 QUICK = [word for setting in ("rounds=1", "repeat=1", "warmup_time=0.0") for word in ("--attribute", setting)]
@@ -60,15 +64,10 @@ def command(*words: str, where: Path = BENCHES, **options: object) -> str:
     return done.stdout or ""
 
 
-def newest_commits(number: int) -> list[str]:
-    """Return the newest commits that changed the package or what it is compiled from, oldest first."""
-    words = ("git", "rev-list", f"--max-count={number}", "HEAD", "--", *facts.PACKAGE)
-    listed = command(*words, where=ROOT, stdout=subprocess.PIPE)
-    commits = listed.split()[::-1]
-    if len(commits) < number:
-        msg = f"the history has {len(commits)} such commits, not {number}: a shallow clone?"
-        raise DashboardError(msg)
-    return commits
+def newest_commits() -> list[str]:
+    """Return the commits that changed the package or what it is compiled from, newest first."""
+    words = ("git", "rev-list", "HEAD", "--", *facts.PACKAGE)
+    return command(*words, where=ROOT, stdout=subprocess.PIPE).split()
 
 
 def localised(page: str, scripts: dict[str, str]) -> str:
@@ -197,33 +196,50 @@ def check_pages(pages: tuple[str, ...]) -> None:
         server.shutdown()
 
 
-def results_of(commit: str) -> list[Path]:
-    """Return the results files of a commit."""
-    return list((BENCHES / ".asv" / "results").glob(f"*/{commit[:8]}-*.json"))
+def has_data(commit: str, names: tuple[str, ...], results: Path) -> bool:
+    """Tell whether asv's results folder has a figure of each of some benchmarks for a commit.
+
+    asv writes a file without figures for a commit that it cannot build.
+    """
+    found = set()
+    for file in results.glob(f"*/{commit[:8]}-*.json"):
+        document = json.loads(file.read_text())
+        column = document["result_columns"].index("result")
+        for name, columns in document["results"].items():
+            values = (columns and columns[column]) or ()
+            # None: it failed; NaN: it was skipped.
+            if any(value is not None and not math.isnan(value) for value in values):
+                found.add(name)
+    return found.issuperset(names)
 
 
-def build(commits: list[str], bench: str, pages: tuple[str, ...], keep: bool) -> None:
+def run_suite(number: int, bench: str, names: tuple[str, ...]) -> None:
+    """Run the suite on the newest commits until so many have data."""
+    asv = (sys.executable, "-m", "asv", "run", *QUICK, *(("--bench", bench) if bench else ()))
+    commits = newest_commits()
+    # Not the whole history where nothing can be built.
+    for commit in commits[: 2 * number]:
+        # asv's status is 2 if any benchmark failed, on an old commit too; what counts is what it wrote.
+        subprocess.run([*asv, "--skip-existing-commits", f"{commit}^!"], cwd=BENCHES)
+        if has_data(commit, names, RESULTS):
+            number -= 1
+        else:
+            print(f"no data of commit {commit[:8]}; an older one is taken")
+        if not number:
+            return
+    msg = f"{number} more commit(s) with data are needed; {len(commits)} changed the package: a shallow clone?"
+    raise DashboardError(msg)
+
+
+def build(number: int, bench: str, pages: tuple[str, ...], keep: bool) -> None:
     """Run, publish and check."""
-    asv = (sys.executable, "-m", "asv")
     if not keep:
-        shutil.rmtree(BENCHES / ".asv" / "results", ignore_errors=True)
+        shutil.rmtree(RESULTS, ignore_errors=True)
     if facts.describe_to_asv() != 0:
         msg = "asv does not take the machine's description"
         raise DashboardError(msg)
-    only = ("--bench", bench) if bench else ()
-    run = subprocess.run(
-        [*asv, "run", *QUICK, *only, "--skip-existing-commits", "HASHFILE:-"],
-        cwd=BENCHES,
-        input="\n".join(commits),
-        text=True,
-    )
-    # asv's status is 2 if any benchmark failed, on an old commit too; what counts is below.
-    print(f"asv run ended with {run.returncode}")
-    for commit in commits:
-        if not results_of(commit):
-            msg = f"no results of commit {commit[:8]}"
-            raise DashboardError(msg)
-    command(*asv, "publish")
+    run_suite(number, bench, pages)
+    command(sys.executable, "-m", "asv", "publish")
     bring_scripts()
     check_pages(pages)
 
@@ -241,7 +257,7 @@ def main() -> int:
     if not pages:
         parser.error(f"--bench must select at least one of {', '.join(PAGES)}, got {options.bench}")
     try:
-        build(newest_commits(options.commits), options.bench, pages, options.keep_results)
+        build(options.commits, options.bench, pages, options.keep_results)
     except DashboardError as error:
         print(f"FAILED: {error}", file=sys.stderr)
         return 1

@@ -800,6 +800,47 @@ def test_dashboard_needs_three_commits(monkeypatch):
     assert stopped.value.code == 2
 
 
+def results_file(folder, commit, columns, of="a"):
+    """Write a results file of one benchmark as asv does."""
+    (folder / "machine").mkdir(exist_ok=True)
+    document = {"result_columns": ["result", "params"], "results": {of: columns}}
+    (folder / "machine" / f"{commit[:8]}-environment.json").write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("columns", "data"),
+    [([[0.0, None], []], True), ([[None, float("nan")], []], False), ([None, []], False), (None, False)],
+)
+def test_failed_and_skipped_is_no_data(tmp_path, columns, data):
+    commit = "0123456789abcdef"
+    assert not dashboard.has_data(commit, ("a",), tmp_path)
+    results_file(tmp_path, commit, columns)
+    assert dashboard.has_data(commit, ("a",), tmp_path) == data
+    assert not dashboard.has_data(commit, ("a", "b"), tmp_path)
+    assert not dashboard.has_data("fedcba9876543210", ("a",), tmp_path)
+
+
+def test_commits_without_data_are_replaced_by_older_ones(monkeypatch, tmp_path, capsys):
+    commits = [digit * 40 for digit in "0123456789"]
+    run = []
+
+    def asv(words, **options):
+        commit = words[-1].removesuffix("^!")
+        run.append(commit[0])
+        results_file(tmp_path, commit, None if commit[0] in broken else [[1.0], []])
+
+    monkeypatch.setattr(dashboard, "newest_commits", lambda: commits)
+    monkeypatch.setattr(dashboard, "RESULTS", tmp_path)
+    monkeypatch.setattr(dashboard.subprocess, "run", asv)
+    broken = "02"
+    dashboard.run_suite(3, "", ("a",))
+    assert run == ["0", "1", "2", "3", "4"]
+    assert "no data of commit 22222222; an older one is taken" in capsys.readouterr().out
+    broken = "0123"
+    with pytest.raises(dashboard.DashboardError, match=r"1 more commit\(s\) with data are needed"):
+        dashboard.run_suite(3, "", ("a",))
+
+
 def test_asv_configuration():
     lines = (ROOT / "benches" / "asv.conf.json").read_text().splitlines()
     config = json.loads("\n".join(line for line in lines if not line.lstrip().startswith("//")))

@@ -1,6 +1,7 @@
 # The steps of `.ci/run` and `.ci/long`; sourced by them. All steps run; `finish` is false where any has failed.
 passed=0
 failed=0
+not_measured="" # names of steps that passed and say themselves that they could not measure
 
 step() { # step NAME COMMAND [ARGUMENT ...]
     local name=$1 began=$SECONDS
@@ -16,6 +17,6 @@ step() { # step NAME COMMAND [ARGUMENT ...]
 }
 
 finish() {
-    printf '\n%d passed, %d failed\n' "$passed" "$failed"
+    printf '\n%d passed, %d failed%s\n' "$passed" "$failed" "${not_measured:+; could not measure: $not_measured}"
     [ "$failed" -eq 0 ]
 }
