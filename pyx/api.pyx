@@ -194,8 +194,8 @@ def forked():
     return bool(lstmcell_forked)
 
 
-cdef int choose_threads(object num_threads, Py_ssize_t batch, Py_ssize_t hidden) except -1:
-    """Threads for a call: as many as asked for, or as many as the work pays for."""
+cpdef int choose_threads(object num_threads, Py_ssize_t batch, Py_ssize_t hidden, Py_ssize_t limit=0) except -1:
+    """Threads for a call: as many as asked for, or as many as the work pays for, up to a limit or the default."""
     cdef Py_ssize_t number
     if num_threads is not None:
         number = thread_count(num_threads)
@@ -203,7 +203,7 @@ cdef int choose_threads(object num_threads, Py_ssize_t batch, Py_ssize_t hidden)
     number = batch * hidden // ELEMENTS_PER_THREAD
     if number <= 1:
         return 1
-    return <int>min(number, get_num_threads())
+    return <int>min(number, limit if limit > 0 else get_num_threads())
 
 
 # ---- the CPU backend ----------------------------------------------------------------------------------------------

@@ -42,6 +42,20 @@ def test_verdict(tmp_path, capsys, cases, code):
     assert ("on the list: " in capsys.readouterr().err) == (code == 1 and bool(cases))
 
 
+@pytest.mark.parametrize(
+    ("file", "reason", "code"),
+    [("test_torch", "torch is not installed", 0), ("test_torch", "no reason", 1), ("test_bits", "not here", 1)],
+)
+def test_skipped_files(tmp_path, file, reason, code):
+    """What pytest writes where a file skips itself when it is collected."""
+    path = tmp_path / "report.xml"
+    path.write_text(
+        f'<testsuite><testcase classname="" name="tests.{file}"><skipped message="collection skipped">'
+        f"('tests/{file}.py', 16, 'Skipped: {reason}')</skipped></testcase></testsuite>"
+    )
+    assert watchman.main([str(path)]) == code
+
+
 def test_run_elsewhere_counts(tmp_path):
     """Skipped in one job, run in another."""
     skipped, ran = ("tests.test_bits", "test_a", "not here"), ("tests.test_bits", "test_a", None)

@@ -1,0 +1,373 @@
+"""An LSTM cell for PyTorch whose element-wise part is one fused, deterministic pass forward and one backward.
+
+Needs PyTorch (extra `torch`); nothing else of this package imports it. The two matrix products stay PyTorch's, and so
+does their share of the backward pass. What follows them is an operator of its own, registered with `torch.library`:
+its forward is `lstmcell_bwd.lstm_cell_forward`, its backward `lstmcell_bwd.lstm_cell_backward`. Tensors are passed by
+pointer, whatever their strides; kept for the backward pass are cx, cy and the activated gates.
+
+    from lstmcell_bwd.torch import LSTMCell     # instead of: from torch.nn import LSTMCell
+
+CPU tensors run the package's own kernel. Tensors of torch_npu are handed to the operators of Ascend CANN; that way was
+tested with stand-ins for the tensors and a simulated CANN, never with torch_npu or a chip.
+"""
+
+# ruff: noqa: A001, A002, EM101 - PyTorch's name `input`; the literal is the name of the argument, which the error's text is
+# made from
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+from lstmcell_bwd import lstm_cell_backward, lstm_cell_forward
+from lstmcell_bwd._api import choose_threads
+from lstmcell_bwd._arguments import bad_argument, wrong_dtype, wrong_rank, wrong_shape, wrong_type
+from lstmcell_bwd.errors import UnsupportedDtypeError
+
+if importlib.util.find_spec("torch") is None:
+    raise ModuleNotFoundError("lstmcell_bwd.torch needs PyTorch: pip install 'lstmcell_bwd[torch]'", name="torch")
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+__all__ = ["LSTMCell", "lstm_cell"]
+
+_DEVICES = ("cpu", "npu", "meta")
+
+
+# ---- the operators' kernels -----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _bfloat16() -> Any:
+    """Return NumPy's bfloat16."""
+    try:
+        from ml_dtypes import bfloat16
+    except ModuleNotFoundError:
+        message = "bfloat16 tensors need the package ml_dtypes: pip install 'lstmcell_bwd[bf16]'"
+        raise UnsupportedDtypeError(message) from None
+    return bfloat16
+
+
+_contiguous_like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+
+
+def _bits(tensor: Tensor) -> Any:
+    """Return the array that has the memory of a bfloat16 tensor."""
+    return tensor.view(torch.int16).numpy().view(_bfloat16())
+
+
+def _arrays(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
+    """Return the arrays that have the memory of CPU tensors of one dtype."""
+    view = _bits if dtype is torch.bfloat16 else Tensor.numpy
+    return [None if tensor is None else view(tensor) for tensor in tensors]
+
+
+def _threads(cx: Tensor) -> int:
+    """Return the threads for a call: what the work pays for, up to PyTorch's number."""
+    batch, hidden = cx.shape
+    return choose_threads(None, batch, hidden, torch.get_num_threads())
+
+
+def _forward_on_cpu(
+    input_gates: Tensor, hidden_gates: Tensor, cx: Tensor, input_bias: Tensor | None, hidden_bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    results = _forward_shapes(input_gates, hidden_gates, cx, input_bias, hidden_bias)
+    operands = _arrays(cx.dtype, input_gates, hidden_gates, cx, input_bias, hidden_bias)
+    lstm_cell_forward(*operands, out=_arrays(cx.dtype, *results), device="cpu", num_threads=_threads(cx))
+    return results
+
+
+def _forward_on_npu(
+    input_gates: Tensor, hidden_gates: Tensor, cx: Tensor, input_bias: Tensor | None, hidden_bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    hy, cy, gates = lstm_cell_forward(input_gates, hidden_gates, cx, input_bias, hidden_bias)
+    return hy, cy, gates
+
+
+def _forward_shapes(
+    input_gates: Tensor, hidden_gates: Tensor, cx: Tensor, input_bias: Tensor | None, hidden_bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate the results of the forward operator: all that a tensor without memory needs."""
+    return _contiguous_like(cx), _contiguous_like(cx), _contiguous_like(input_gates)
+
+
+def _backward_on_cpu(
+    grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, gates: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    results = _backward_shapes(grad_hy, grad_cy, cx, cy, gates, has_bias)
+    operands = *_arrays(cx.dtype, grad_hy, grad_cy, cx, cy, gates), has_bias
+    out = _arrays(cx.dtype, *results[:2], results[2] if has_bias else None)
+    lstm_cell_backward(*operands, out=out, device="cpu", num_threads=_threads(cx))
+    return results
+
+
+def _backward_on_npu(
+    grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, gates: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_gates, grad_cx, grad_bias = lstm_cell_backward(grad_hy, grad_cy, cx, cy, gates, has_bias)
+    return grad_gates, grad_cx, grad_bias if has_bias else cx.new_empty(0)
+
+
+def _backward_shapes(
+    grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, gates: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate the results of the backward operator; without bias its gradient is empty."""
+    return _contiguous_like(gates), _contiguous_like(cx), cx.new_empty(gates.shape[1:] if has_bias else 0)
+
+
+# ---- the operators --------------------------------------------------------------------------------------------------
+
+# The low-level interface: `torch.library.custom_op` and `register_autograd` cost twice the time of a small cell.
+_library = torch.library.Library("lstmcell_bwd", "DEF")
+_tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+_library.define(
+    "lstm_cell_forward(Tensor input_gates, Tensor hidden_gates, Tensor cx, Tensor? input_bias, Tensor? hidden_bias)"
+    " -> (Tensor hy, Tensor cy, Tensor gates)",
+    tags=_tags,
+)
+_library.define(
+    "lstm_cell_backward(Tensor? grad_hy, Tensor? grad_cy, Tensor cx, Tensor cy, Tensor gates, bool has_bias)"
+    " -> (Tensor grad_gates, Tensor grad_cx, Tensor grad_bias)",
+    tags=_tags,
+)
+_library.impl("lstm_cell_forward", _forward_on_cpu, "CPU")
+_library.impl("lstm_cell_backward", _backward_on_cpu, "CPU")
+_library.impl("lstm_cell_forward", _forward_on_npu, "PrivateUse1")  # the dispatch key of torch_npu
+_library.impl("lstm_cell_backward", _backward_on_npu, "PrivateUse1")
+torch.library.register_fake("lstmcell_bwd::lstm_cell_forward", _forward_shapes, lib=_library)
+torch.library.register_fake("lstmcell_bwd::lstm_cell_backward", _backward_shapes, lib=_library)
+_forward = torch.ops.lstmcell_bwd.lstm_cell_forward.default
+_backward = torch.ops.lstmcell_bwd.lstm_cell_backward.default
+
+
+class _Cell(torch.autograd.Function):
+    """Autograd of the element-wise part.
+
+    `gates` is an output that nobody outside sees. It has a gradient of its own so that second derivatives, which reach
+    the inputs through the saved gates, come out right.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_gates: Tensor,
+        hidden_gates: Tensor,
+        cx: Tensor,
+        input_bias: Tensor | None,
+        hidden_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            hy, cy, gates = _forward(input_gates, hidden_gates, cx, input_bias, hidden_bias)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(cx, cy, gates)
+        return hy, cy, gates
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_hy: Tensor | None, grad_cy: Tensor | None, grad_activated: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        cx, cy, gates = ctx.saved_tensors
+        *_, input_bias, hidden_bias = ctx.needs_input_grad
+        has_bias = input_bias or hidden_bias
+        # Gradients are being recorded here only if the caller will differentiate them again (create_graph=True).
+        backward = _composite_backward if torch.is_grad_enabled() else _backward
+        grad_gates, grad_cx, grad_bias = backward(grad_hy, grad_cy, cx, cy, gates, has_bias)
+        if grad_activated is not None:
+            further = grad_activated * _slopes(gates)
+            grad_gates = grad_gates + further
+            grad_bias = grad_bias + further.sum(0) if has_bias else grad_bias
+        return (
+            grad_gates,
+            grad_gates,
+            grad_cx,
+            grad_bias if input_bias else None,
+            grad_bias if hidden_bias else None,
+        )
+
+
+# Without the detour through `Function.apply`, whose Python code takes as long as the kernel of a small cell.
+_recorded_forward = super(torch.autograd.Function, _Cell).apply
+_library.impl("lstm_cell_forward", _recorded_forward, "Autograd")
+
+
+def _slopes(gates: Tensor) -> Tensor:
+    """Return the derivatives of the activated gates with respect to their pre-activations."""
+    i, f, g, o = gates.chunk(4, 1)
+    return torch.cat([i * (1 - i), f * (1 - f), 1 - g * g, o * (1 - o)], 1)
+
+
+def _composite_forward(
+    input_gates: Tensor, hidden_gates: Tensor, cx: Tensor, input_bias: Tensor | None, hidden_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return what the forward operator does, in operations that PyTorch can transform."""
+    gates = input_gates + hidden_gates
+    for bias in (input_bias, hidden_bias):
+        gates = gates if bias is None else gates + bias
+    i, f, g, o = gates.chunk(4, -1)
+    cy = f.sigmoid() * cx + i.sigmoid() * g.tanh()
+    return o.sigmoid() * cy.tanh(), cy
+
+
+def _composite_backward(
+    grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, gates: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the backward operator does, in operations that PyTorch can differentiate."""
+    i, f, g, o = gates.chunk(4, 1)
+    t = cy.tanh()
+    total = torch.zeros_like(cy) if grad_cy is None else grad_cy
+    d_o = torch.zeros_like(cy)
+    if grad_hy is not None:
+        total = total + grad_hy * o * (1 - t * t)
+        d_o = grad_hy * t
+    grad_gates = torch.cat([total * g, total * cx, total * i, d_o], 1) * _slopes(gates)
+    return grad_gates, total * f, grad_gates.sum(0) if has_bias else grad_gates.new_empty(0)
+
+
+# ---- the cell -------------------------------------------------------------------------------------------------------
+
+
+def _check(
+    name: str,
+    tensor: Tensor,
+    cx: Tensor,
+    autocast: bool,
+    symbols: str,
+    shape: tuple[int, ...],
+    input: Tensor | None = None,
+) -> None:
+    """Raise the package's error for a tensor of the wrong type, device or dtype, or not of the shape that cx wants.
+
+    With `input`, it is that tensor which wants the shape. Under autocast dtypes may differ.
+    """
+    if not isinstance(tensor, Tensor):
+        raise wrong_type(name, "a torch.Tensor", tensor)
+    if tensor.device != cx.device:
+        raise bad_argument(name, f"be on {cx.device} like `cx`", tensor.device)
+    if tensor.dtype != cx.dtype and not (autocast and tensor.is_floating_point()):
+        raise wrong_dtype(name, f"{_plain(cx)} like `cx`", _plain(tensor))
+    if tensor.shape != shape:
+        other, like = ("cx", cx) if input is None else ("input", input)
+        raise wrong_shape(name, symbols, shape, other, tuple(like.shape), tuple(tensor.shape))
+
+
+def _plain(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype as NumPy has it."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def lstm_cell(
+    input: Tensor,
+    hx: tuple[Tensor, Tensor],
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None = None,
+    bias_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One step of an LSTM cell: what `torch.nn.LSTMCell` computes.
+
+    Parameters
+    ----------
+    input : Tensor, shape (N, I)
+    hx : tuple of Tensor, each of shape (N, H)
+        Hidden state and cell state (cx) that enter the cell.
+    weight_ih : Tensor, shape (4*H, I)
+        Four blocks of H rows in the order i, f, g, o, like all that has 4*H rows.
+    weight_hh : Tensor, shape (4*H, H)
+    bias_ih, bias_hh : Tensor of shape (4*H,), optional
+
+    Returns
+    -------
+    hy, cy : Tensor, shape (N, H)
+        Hidden state and cell state that leave the cell, of cx's dtype.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        If a dtype is not float32, float64, float16 or bfloat16, or not that of cx; if an argument is not a tensor
+        (also a TypeError).
+    InvalidParameterError
+        If a rank or shape is wrong, or a tensor is on another device than cx, or on one that is neither the CPU nor
+        an NPU (also a ValueError).
+
+    Notes
+    -----
+    All tensors have one dtype, except under autocast: there the matrix products have autocast's, and the rest of the
+    cell is computed in that of cx, so a float32 state stays float32 as with `torch.nn.LSTMCell`.
+
+    The gradients of the gates, of cx and of the biases have the same bits for every number of threads; both biases
+    have the same gradient. Threads are PyTorch's (`torch.set_num_threads`), fewer where the work is small. A second
+    derivative (create_graph=True) is computed by PyTorch's own operations, and so is everything under a transform of
+    `torch.func`. `torch.compile` keeps the two operators as they are and fuses around them. Forward-mode derivatives
+    of `torch.autograd.forward_ad` are not supported.
+    """
+    state, cx = hx
+    if not isinstance(cx, Tensor):
+        raise wrong_type("cx", "a torch.Tensor", cx)
+    place = cx.device.type
+    if place not in _DEVICES:
+        raise bad_argument("cx", "be on the CPU or on an NPU", cx.device)
+    if cx.dim() != 2:
+        raise wrong_rank("cx", tuple(cx.shape))
+    autocast = place != "meta" and torch.is_autocast_enabled(place)
+    batch, hidden = cx.shape
+    width = 4 * hidden
+    _check("hx", state, cx, autocast, "(N, H)", (batch, hidden))
+    _check("weight_hh", weight_hh, cx, autocast, "(4*H, H)", (width, hidden))
+    size = input.shape[-1:] if isinstance(input, Tensor) else ()
+    _check("input", input, cx, autocast, "(N, I)", (batch, *size))
+    _check("weight_ih", weight_ih, cx, autocast, "(4*H, I)", (width, *size), input)
+    if bias_ih is not None:
+        _check("bias_ih", bias_ih, cx, autocast, "(4*H,)", (width,))
+    if bias_hh is not None:
+        _check("bias_hh", bias_hh, cx, autocast, "(4*H,)", (width,))
+    products = linear(input, weight_ih), linear(state, weight_hh)
+    if autocast:
+        products = tuple(product.to(cx.dtype) for product in products)
+        bias_ih, bias_hh = (bias if bias is None else bias.to(cx.dtype) for bias in (bias_ih, bias_hh))
+    if torch.compiler.is_compiling():
+        hy, cy, _ = _forward(*products, cx, bias_ih, bias_hh)
+    elif torch._C._are_functorch_transforms_active():
+        hy, cy = _composite_forward(*products, cx, bias_ih, bias_hh)
+    else:  # what the dispatcher would come to
+        hy, cy, _ = _recorded_forward(*products, cx, bias_ih, bias_hh)
+    return hy, cy
+
+
+class LSTMCell(torch.nn.LSTMCell):
+    """`torch.nn.LSTMCell` on `lstm_cell`: the same arguments, parameters, initial values and state_dict.
+
+    Parameters
+    ----------
+    input_size, hidden_size : int
+        I and H.
+    bias : bool, default True
+        Whether there are `bias_ih` and `bias_hh`.
+    device, dtype : optional
+        Of the parameters.
+    """
+
+    def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Compute one step.
+
+        Parameters
+        ----------
+        input : Tensor, shape (N, I) or (I,)
+        hx : tuple of Tensor, each of shape (N, H) or (H,), optional
+            Hidden state and cell state; zeros by default.
+
+        Returns
+        -------
+        hy, cy : Tensor, shape (N, H) or (H,)
+        """
+        batched = input.dim() != 1
+        if not batched:
+            input = input.unsqueeze(0)
+        if hx is None:
+            zeros = input.new_zeros((len(input), self.hidden_size))
+            hx = zeros, zeros
+        elif not batched:
+            hx = hx[0].unsqueeze(0), hx[1].unsqueeze(0)
+        hy, cy = lstm_cell(input, hx, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
+        return (hy, cy) if batched else (hy.squeeze(0), cy.squeeze(0))

@@ -1,0 +1,593 @@
+"""The PyTorch cell: its derivatives, what it shares with torch.nn.LSTMCell, and that no tensor is copied."""
+
+import copy
+import importlib
+import itertools
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import simulation
+
+import lstmcell_bwd
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from lstmcell_bwd.torch import LSTMCell, lstm_cell  # noqa: E402
+
+# PyTorch warns of what it calls itself.
+pytestmark = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
+module = importlib.import_module("lstmcell_bwd.torch")
+forward = torch.ops.lstmcell_bwd.lstm_cell_forward.default
+backward = torch.ops.lstmcell_bwd.lstm_cell_backward.default
+
+BATCH, INPUT, HIDDEN = 4, 3, 5
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+# Which of the two biases there are.
+BIASES = list(itertools.product([True, False], repeat=2))
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Make every test's numbers its own, and give PyTorch its threads back."""
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def arguments(dtype=torch.float64, biases=(True, True), batch=BATCH, hidden=HIDDEN, grad=True):
+    """Return input, hx, cx, weight_ih, weight_hh, bias_ih, bias_hh."""
+    shapes = [(batch, INPUT), (batch, hidden), (batch, hidden), (4 * hidden, INPUT), (4 * hidden, hidden)]
+    tensors = [torch.randn(shape, dtype=dtype).requires_grad_(grad) for shape in [*shapes, 4 * hidden, 4 * hidden]]
+    return [*tensors[:5], *(bias if there else None for bias, there in zip(tensors[5:], biases, strict=True))]
+
+
+def called(x, hx, cx, *parameters):
+    """Call `lstm_cell` with its arguments in a row."""
+    return lstm_cell(x, (hx, cx), *parameters)
+
+
+def operands(dtype=torch.float32, batch=BATCH, hidden=HIDDEN, grad=True):
+    """Return the arguments of the forward operator: both products, cx and both biases."""
+    shapes = [(batch, 4 * hidden), (batch, 4 * hidden), (batch, hidden), (4 * hidden,), (4 * hidden,)]
+    return [torch.randn(shape).to(dtype).requires_grad_(grad) for shape in shapes]
+
+
+def pair(dtype=torch.float32, **options):
+    """Return PyTorch's cell and ours with the same parameters."""
+    theirs = torch.nn.LSTMCell(INPUT, HIDDEN, dtype=dtype, **options)
+    ours = LSTMCell(INPUT, HIDDEN, dtype=dtype, **options)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def rolled_out(cell, xs, state=None):
+    """Run a cell over a sequence; return a number that depends on all its outputs."""
+    total = 0
+    for x in xs:
+        state = cell(x, state)
+        total = total + (state[0] * 2 + state[1].square()).sum()
+    return total
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Record the calls of the package's own functions: name, positional and keyword arguments."""
+    made = []
+
+    def recorder(name, function):
+        def record(*arrays, **keywords):
+            made.append((name, arrays, keywords))
+            return function(*arrays, **keywords)
+
+        return record
+
+    for name in ("lstm_cell_forward", "lstm_cell_backward"):
+        monkeypatch.setattr(module, name, recorder(name, getattr(module, name)))
+    return made
+
+
+# ---- derivatives --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("biases", BIASES)
+def test_gradcheck(biases):
+    given = arguments(biases=biases)
+    assert torch.autograd.gradcheck(called, given)
+    assert torch.autograd.gradgradcheck(called, given)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_gradcheck_of_one_output(used):
+    """The other output's gradient is missing."""
+    assert torch.autograd.gradcheck(lambda *given: called(*given)[used], arguments())
+    assert torch.autograd.gradgradcheck(lambda *given: called(*given)[used], arguments())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batched", [True, False])
+def test_gradcheck_of_the_module(bias, batched):
+    cell = LSTMCell(INPUT, HIDDEN, bias, dtype=torch.float64)
+    shape = (BATCH,) if batched else ()
+    x = torch.randn(*shape, INPUT, dtype=torch.float64, requires_grad=True)
+    state = [torch.randn(*shape, HIDDEN, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    assert torch.autograd.gradcheck(lambda x, *state: cell(x, state), (x, *state))
+    names, parameters = zip(*cell.named_parameters(), strict=True)
+
+    def of_parameters(*values):
+        return torch.func.functional_call(cell, dict(zip(names, values, strict=True)), (x, state))
+
+    assert torch.autograd.gradcheck(of_parameters, parameters)
+
+
+def test_gradients_that_nobody_wants(calls):
+    """What requires no gradient has none, and the bias is not summed where no bias requires it."""
+    for wanted in range(7):
+        given = arguments(grad=False)
+        given[wanted].requires_grad_()
+        hy, cy = called(*given)
+        (hy + cy).sum().backward()
+        assert [tensor.grad is not None for tensor in given] == [k == wanted for k in range(7)]
+        assert calls[-1][0] == "lstm_cell_backward"
+        assert calls[-1][1][5] is (wanted >= 5)
+
+
+def test_gradient_of_one_bias_is_that_of_the_other():
+    given = arguments(torch.float32)
+    called(*given)[0].sum().backward()
+    assert torch.equal(given[5].grad, given[6].grad)
+
+
+def test_second_derivatives_are_those_of_pytorch():
+    theirs, ours = pair(torch.float64)
+    x = torch.randn(BATCH, INPUT, dtype=torch.float64)
+    results = []
+    for cell in (theirs, ours):
+        first = torch.autograd.grad(rolled_out(cell, [x, x]), list(cell.parameters()), create_graph=True)
+        results.append(torch.autograd.grad(sum(g.square().sum() for g in first), list(cell.parameters())))
+    for wanted, result in zip(*results, strict=True):
+        torch.testing.assert_close(result, wanted)
+
+
+def transforms():
+    """Yield transforms of torch.func as functions of a cell."""
+    x, state = torch.randn(BATCH, INPUT).double(), tuple(torch.randn(2, BATCH, HIDDEN).double())
+
+    def loss(cell):
+        return lambda x: cell(x, state)[0].square().sum()
+
+    yield "grad", lambda cell: torch.func.grad(loss(cell))(x)
+    yield "jacrev", lambda cell: torch.func.jacrev(lambda x: cell(x, state)[1])(x)
+    yield "hessian", lambda cell: torch.func.hessian(loss(cell))(x)
+    yield "jvp", lambda cell: torch.func.jvp(loss(cell), (x,), (x,))[1]
+
+
+@pytest.mark.parametrize("name", ["grad", "jacrev", "hessian", "jvp"])
+def test_transforms(name):
+    theirs, ours = pair(torch.float64)
+    transform = dict(transforms())[name]
+    torch.testing.assert_close(transform(ours), transform(theirs))
+
+
+def test_vmap():
+    """PyTorch's own cell has no rule for this."""
+    given = arguments(grad=False)
+    xs = torch.randn(3, BATCH, INPUT, dtype=torch.float64)
+    results = torch.func.vmap(lambda x: called(x, *given[1:]))(xs)
+    for x, hy, cy in zip(xs, *results, strict=True):
+        torch.testing.assert_close((hy, cy), called(x, *given[1:]))
+
+
+# ---- beside torch.nn.LSTMCell -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_and_gradients(dtype, bias):
+    theirs, ours = pair(dtype, bias=bias)
+    xs = torch.randn(3, BATCH, INPUT, dtype=dtype)
+    results = []
+    for cell in (theirs, ours):
+        x = xs.clone().requires_grad_()
+        total = rolled_out(cell, x)
+        total.backward()
+        results.append([total, x.grad, *(parameter.grad for parameter in cell.parameters())])
+    # PyTorch rounds every operation to a half type, here only results are.
+    tolerance = {} if dtype.itemsize > 2 else {"rtol": 0.1, "atol": 30 * torch.finfo(dtype).eps}
+    for wanted, result in zip(*results, strict=True):
+        assert result.dtype == wanted.dtype
+        torch.testing.assert_close(result, wanted, **tolerance)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("with_state", [True, False])
+def test_shapes(batched, with_state):
+    theirs, ours = pair()
+    shape = (BATCH,) if batched else ()
+    state = tuple(torch.randn(2, *shape, HIDDEN)) if with_state else None
+    x = torch.randn(*shape, INPUT)
+    for wanted, result in zip(theirs(x, state), ours(x, state), strict=True):
+        assert result.shape == wanted.shape == (*shape, HIDDEN)
+        torch.testing.assert_close(result, wanted)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_state_dict_goes_both_ways(bias):
+    for source, target in (pair(bias=bias), reversed(pair(bias=bias))):
+        with torch.no_grad():
+            for parameter in source.parameters():
+                parameter.normal_()
+        target.load_state_dict(source.state_dict())
+        assert list(source.state_dict()) == list(target.state_dict())
+        assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"dtype": torch.float64}, {"device": "meta"}])
+def test_constructor(options):
+    """The same arguments give the same parameters, initial values and text."""
+    torch.manual_seed(7)
+    theirs = torch.nn.LSTMCell(INPUT, HIDDEN, **options)
+    torch.manual_seed(7)
+    ours = LSTMCell(INPUT, HIDDEN, **options)
+    assert isinstance(ours, torch.nn.LSTMCell)
+    assert repr(ours) == repr(theirs)
+    for (name, a), (other_name, b) in zip(theirs.named_parameters(), ours.named_parameters(), strict=True):
+        assert name == other_name and a.dtype == b.dtype and a.device == b.device and a.shape == b.shape
+        assert a.is_meta or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cell: pickle.loads(pickle.dumps(cell))])
+def test_copies(copied):
+    cell = LSTMCell(INPUT, HIDDEN)
+    twin = copied(cell)
+    x = torch.randn(BATCH, INPUT)
+    assert type(twin) is LSTMCell
+    assert all(torch.equal(a, b) for a, b in zip(cell(x), twin(x), strict=True))
+    assert twin.weight_hh is not cell.weight_hh
+
+
+def test_training():
+    """Fifty updates: the same losses as with PyTorch's cell, which fall."""
+    sequences = torch.randn(50, 6, BATCH, INPUT)
+    losses = []
+    for cell in pair():
+        head = torch.nn.Linear(HIDDEN, 1)
+        torch.nn.init.constant_(head.weight, 0.3)
+        torch.nn.init.zeros_(head.bias)
+        optimiser = torch.optim.SGD([*cell.parameters(), *head.parameters()], lr=0.1)
+        run = []
+        for xs in sequences:
+            state = None
+            for x in xs:
+                state = cell(x, state)
+            loss = (head(state[0])[:, 0] - xs[-1, :, 0]).square().mean()
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            run.append(loss.item())
+        losses.append(run)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+    assert np.mean(losses[1][-10:]) < 0.8 * np.mean(losses[1][:10])
+
+
+def test_less_is_kept():
+    """Bytes that autograd keeps of a sequence, by storage."""
+    theirs, ours = pair()
+    xs = torch.randn(8, BATCH, INPUT)
+    kept = []
+    for cell in (theirs, ours):
+        storages = {}
+
+        def pack(tensor, storages=storages):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            rolled_out(cell, xs)
+        kept.append(sum(storages.values()))
+    assert kept[1] < kept[0]
+
+
+# ---- pointers, layouts, threads -----------------------------------------------------------------------------------
+
+
+def place_of(array):
+    """Return address and strides in bytes."""
+    return array.__array_interface__["data"][0], array.strides
+
+
+def place_of_tensor(tensor):
+    return tensor.data_ptr(), tuple(step * tensor.element_size() for step in tensor.stride())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_tensor_is_copied(calls, dtype):
+    """The arrays that the kernels get have the tensors' memory and strides; results are where the kernels wrote."""
+    given = operands(dtype, grad=False)
+    given[0] = torch.randn(4 * HIDDEN, BATCH).to(dtype).t()
+    given[2] = torch.randn(1, HIDDEN).to(dtype).expand(BATCH, HIDDEN)
+    given[3] = torch.randn(8 * HIDDEN).to(dtype)[::2]
+    results = forward(*given)
+    gradients = [torch.randn(HIDDEN).to(dtype).expand(BATCH, HIDDEN), torch.randn(HIDDEN, BATCH).to(dtype).t()]
+    results_back = backward(*gradients, given[2], *results[1:], True)
+    (_, arrays, keywords), (_, arrays_back, keywords_back) = calls
+    assert [place_of(array) for array in arrays] == [place_of_tensor(tensor) for tensor in given]
+    assert [place_of(array) for array in keywords["out"]] == [place_of_tensor(tensor) for tensor in results]
+    wanted = [*gradients, given[2], *results[1:]]
+    assert [place_of(array) for array in arrays_back[:5]] == [place_of_tensor(tensor) for tensor in wanted]
+    assert [place_of(array) for array in keywords_back["out"]] == [place_of_tensor(tensor) for tensor in results_back]
+
+
+def in_layout(tensor, layout):
+    """Return equal values in another layout."""
+    if layout == "transposed":
+        return tensor.mT.contiguous().mT if tensor.dim() == 2 else torch.stack([tensor, tensor], 1)[:, 0]
+    if layout == "sliced":
+        wide = tensor.new_zeros([2 * length + 1 for length in tensor.shape])
+        view = wide[tuple(slice(1, None, 2) for _ in tensor.shape)]
+        return view.copy_(tensor)
+    return tensor[..., :1].expand_as(tensor)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layouts_have_the_same_bits(dtype, layout):
+    results = []
+    given = [in_layout(tensor.detach(), layout) for tensor in operands(dtype)]
+    gradients = [in_layout(torch.randn(BATCH, HIDDEN).to(dtype), layout) for _ in range(2)]
+    assert not any(tensor.is_contiguous() for tensor in (*given, *gradients))
+    for view in (lambda tensor: tensor, torch.Tensor.contiguous):
+        leaves = [view(tensor).detach().requires_grad_() for tensor in given]
+        hy, cy, _ = forward(*leaves)
+        results.append([hy, cy, *torch.autograd.grad((hy, cy), leaves, [view(gradient) for gradient in gradients])])
+    for wanted, result in zip(*results, strict=True):
+        assert torch.equal(wanted, result)
+
+
+def test_values_are_those_of_the_package():
+    """The operators add nothing to the NumPy functions, autograd nothing to the operators."""
+    given = operands()
+    hy, cy, gates = forward(*given)
+    gradients = torch.randn(2, BATCH, HIDDEN).unbind()
+    results = torch.autograd.grad((hy, cy), given, gradients)
+    arrays = [tensor.detach().numpy() for tensor in given]
+    state = lstmcell_bwd.lstm_cell_forward(*arrays)
+    for result, wanted in zip((hy, cy, gates), state, strict=True):
+        np.testing.assert_array_equal(result.detach().numpy(), wanted)
+    wanted = lstmcell_bwd.lstm_cell_backward(*(g.numpy() for g in gradients), arrays[2], state.cy, state.gates)
+    for result, k in zip(results, (0, 0, 1, 2, 2), strict=True):
+        np.testing.assert_array_equal(result.numpy(), wanted[k])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_change_no_bit(calls, dtype):
+    """Every gradient that is ours; each call has PyTorch's number of threads."""
+    given = operands(dtype, batch=96, hidden=512)
+    gradients = torch.randn(2, 96, 512).to(dtype).unbind()
+    runs = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        calls.clear()
+        hy, cy, _ = forward(*given)
+        runs.append([hy, cy, *torch.autograd.grad((hy, cy), given, gradients)])
+        assert [(name, keywords["num_threads"]) for name, _, keywords in calls] == [
+            ("lstm_cell_forward", threads),
+            ("lstm_cell_backward", threads),
+        ]
+    for results in zip(*runs, strict=True):
+        assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_small_work_has_one_thread(calls):
+    torch.set_num_threads(2)
+    forward(*operands())
+    assert calls[0][2]["num_threads"] == 1
+
+
+# ---- compiling, modes ---------------------------------------------------------------------------------------------
+
+
+def test_operators_are_registered_as_pytorch_wants():
+    given = operands()
+    torch.library.opcheck(forward, given)
+    torch.library.opcheck(forward, [*given[:3], None, None])
+    hy, cy, gates = (tensor.detach() for tensor in forward(*given))
+    for grad_hy, grad_cy, has_bias in itertools.product([hy, None], [cy, None], [True, False]):
+        torch.library.opcheck(backward, (grad_hy, grad_cy, hy, cy, gates, has_bias))
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """Forget what was compiled, and compile into a folder of the test's own."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    yield torch.compile
+    torch._dynamo.reset()
+
+
+def test_compiled_graphs_hold_the_operators(compiler):
+    """One graph forward and one backward, with an operator of ours for each step."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    seen = []
+
+    def keep(graph, _):
+        seen.append([str(node.target) for node in graph.graph.nodes if "lstmcell_bwd" in str(node.target)])
+        return make_boxed_func(graph)
+
+    cell = LSTMCell(INPUT, HIDDEN)
+    xs = torch.randn(3, BATCH, INPUT)
+    wanted = torch.autograd.grad(rolled_out(cell, xs), list(cell.parameters()))
+    compiled = compiler(rolled_out, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    results = torch.autograd.grad(compiled(cell, xs), list(cell.parameters()))
+    assert seen == [3 * ["lstmcell_bwd.lstm_cell_forward.default"], 3 * ["lstmcell_bwd.lstm_cell_backward.default"]]
+    for result, expected in zip(results, wanted, strict=True):
+        torch.testing.assert_close(result, expected)
+
+
+def test_compiled_by_inductor(compiler):
+    cell = LSTMCell(INPUT, HIDDEN)
+    x = torch.randn(BATCH, INPUT)
+
+    def function(cell, x):
+        hy, cy = cell(x * 2)
+        return (hy * cy).sum()
+
+    wanted = torch.autograd.grad(function(cell, x), list(cell.parameters()))
+    results = torch.autograd.grad(compiler(function, fullgraph=True)(cell, x), list(cell.parameters()))
+    for result, expected in zip(results, wanted, strict=True):
+        torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_recording(mode):
+    given = arguments(torch.float32)
+    wanted = called(*given)
+    with mode():
+        results = called(*given)
+    for result, expected in zip(results, wanted, strict=True):
+        assert expected.requires_grad and not result.requires_grad
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast(dtype):
+    """Results have the state's dtype, as with PyTorch's cell; parameters and their gradients stay float32."""
+    theirs, ours = pair()
+    x = torch.randn(BATCH, INPUT)
+    state = tuple(torch.randn(2, BATCH, HIDDEN).to(dtype))
+    results = []
+    for cell in (theirs, ours):
+        with torch.autocast("cpu", torch.bfloat16):
+            hy, cy = cell(x, state)
+        (hy.float() * cy).sum().backward()
+        results.append([hy, cy, *(parameter.grad for parameter in cell.parameters())])
+    for wanted, result in zip(*results, strict=True):
+        assert result.dtype == wanted.dtype
+        torch.testing.assert_close(result, wanted, rtol=0.05, atol=0.05)
+
+
+def test_meta_tensors():
+    cell = LSTMCell(INPUT, HIDDEN, device="meta")
+    hy, cy = cell(torch.randn(BATCH, INPUT, device="meta"))
+    assert hy.is_meta and cy.is_meta and hy.shape == cy.shape == (BATCH, HIDDEN)
+    (hy + cy).sum().backward()
+    assert cell.weight_hh.grad.shape == cell.weight_hh.shape
+
+
+# ---- NPU ----------------------------------------------------------------------------------------------------------
+
+
+def test_npu_tensors_have_kernels():
+    """Those of torch_npu's dispatch key, which the next test calls: PyTorch here knows no such tensors."""
+    for name in ("lstm_cell_forward", "lstm_cell_backward"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"lstmcell_bwd::{name}", "PrivateUse1")
+
+
+@pytest.fixture
+def torch_npu(monkeypatch):
+    """Stand in for torch_npu over the simulated CANN."""
+    with simulation.backend() as sim:
+        assert lstmcell_bwd.npu.is_available()
+        acl = sys.modules["acl"]
+        context, code = acl.rt.create_context(0)
+        assert code == 0
+        stand_in = simulation.TorchNpu(acl)
+        monkeypatch.setitem(sys.modules, "torch_npu", stand_in)
+        yield stand_in
+        stand_in.close()
+        assert acl.rt.destroy_context(context) == 0
+        assert sim.report()["violations"] == []
+
+
+@pytest.mark.parametrize("biases", BIASES)
+def test_npu_forward(torch_npu, biases):
+    """The kernel runs CANN's operator on the tensors, and returns tensors."""
+    rng = np.random.default_rng(0)
+    shapes = [(5, 28), (5, 28), (5, 7), *((28,) if there else None for there in biases)]
+    arrays = [None if shape is None else rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    results = module._forward_on_npu(*(None if array is None else torch_npu.tensor(array) for array in arrays))
+    for result, wanted in zip(results, lstmcell_bwd.reference.lstm_cell_forward(*arrays), strict=True):
+        assert isinstance(result, simulation.FakeNpuTensor)
+        np.testing.assert_allclose(torch_npu.to_numpy(result), wanted, rtol=2**-10, atol=2**-16)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_npu_backward(torch_npu, has_bias):
+    inputs = simulation.make_inputs(5, 7, missing=(1,))
+    tensors = [None if array is None else torch_npu.tensor(array) for array in inputs]
+    results = module._backward_on_npu(*tensors, has_bias)
+    assert all(isinstance(result, simulation.FakeNpuTensor) for result in results)
+    simulation.assert_right([*results[:2], results[2] if has_bias else None], inputs, has_bias, torch_npu)
+
+
+# ---- errors -------------------------------------------------------------------------------------------------------
+
+OF_CX, OF_INPUT = "to match `cx` of shape (4, 5), got ", "to match `input` of shape (4, 3), got "
+ERRORS = [
+    ("input", np.zeros((4, 3)), TypeError, "`input` must be a torch.Tensor, got ndarray"),
+    ("cx", None, TypeError, "`cx` must be a torch.Tensor, got NoneType"),
+    ("bias_ih", 1.0, TypeError, "`bias_ih` must be a torch.Tensor, got float"),
+    ("cx", torch.zeros(5), ValueError, "`cx` must have shape (N, H), got (5,)"),
+    ("hx", torch.zeros(4, 6), ValueError, f"`hx` must have shape (N, H) = (4, 5) {OF_CX}(4, 6)"),
+    ("input", torch.zeros(3), ValueError, f"`input` must have shape (N, I) = (4, 3) {OF_CX}(3,)"),
+    ("input", torch.zeros(2, 3), ValueError, f"`input` must have shape (N, I) = (4, 3) {OF_CX}(2, 3)"),
+    ("weight_ih", torch.zeros(20, 4), ValueError, f"`weight_ih` must have shape (4*H, I) = (20, 3) {OF_INPUT}(20, 4)"),
+    ("weight_ih", torch.zeros(3, 20), ValueError, f"`weight_ih` must have shape (4*H, I) = (20, 3) {OF_INPUT}(3, 20)"),
+    ("weight_hh", torch.zeros(20, 4), ValueError, f"`weight_hh` must have shape (4*H, H) = (20, 5) {OF_CX}(20, 4)"),
+    ("bias_hh", torch.zeros(5), ValueError, f"`bias_hh` must have shape (4*H,) = (20,) {OF_CX}(5,)"),
+    ("hx", torch.zeros(4, 5).double(), TypeError, "`hx` must have dtype float32 like `cx`, got float64"),
+    ("bias_hh", torch.zeros(20).half(), TypeError, "`bias_hh` must have dtype float32 like `cx`, got float16"),
+    ("weight_hh", torch.zeros(20, 5, device="meta"), ValueError, "`weight_hh` must be on cpu like `cx`, got meta"),
+]
+NAMES = ("input", "hx", "cx", "weight_ih", "weight_hh", "bias_ih", "bias_hh")
+
+
+@pytest.mark.parametrize(("name", "value", "kind", "text"), ERRORS)
+def test_errors(name, value, kind, text):
+    given = dict(zip(NAMES, arguments(torch.float32), strict=True)) | {name: value}
+    with pytest.raises(lstmcell_bwd.LSTMCellError) as raised:
+        called(*given.values())
+    assert isinstance(raised.value, kind)
+    assert str(raised.value) == text
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64], ids=str)
+def test_dtypes_that_are_not_supported(dtype):
+    given = [torch.zeros(tensor.shape, dtype=dtype) for tensor in arguments()]
+    with pytest.raises(lstmcell_bwd.UnsupportedDtypeError, match="`cx` must have dtype float32, float64,"):
+        called(*given)
+
+
+def test_other_devices(monkeypatch):
+    """What a GPU's tensors meet; there is none here, so the meta device stands for it."""
+    monkeypatch.setattr(module, "_DEVICES", ("cpu", "npu"))
+    given = [tensor.to("meta") for tensor in arguments()]
+    with pytest.raises(lstmcell_bwd.InvalidParameterError, match="`cx` must be on the CPU or on an NPU, got meta"):
+        called(*given)
+
+
+def test_bfloat16_without_ml_dtypes():
+    code = (
+        "import sys; sys.modules['ml_dtypes'] = None\n"
+        "import torch, lstmcell_bwd.torch as ours\n"
+        "cell = ours.LSTMCell(3, 5, dtype=torch.bfloat16)\n"
+        "try: cell(torch.zeros(4, 3, dtype=torch.bfloat16))\n"
+        "except TypeError as error: print(error)"
+    )
+    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+    assert text == "bfloat16 tensors need the package ml_dtypes: pip install 'lstmcell_bwd[bf16]'\n"
+
+
+def test_without_pytorch():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "try: import lstmcell_bwd.torch\n"
+        "except ModuleNotFoundError as error: print(error.name, error)"
+    )
+    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert text == "torch lstmcell_bwd.torch needs PyTorch: pip install 'lstmcell_bwd[torch]'\n"
