@@ -774,31 +774,37 @@ def quoted(ratio: Quote) -> str:
 
 
 def paint_bench(axes: Any, rows: list[_bench.Row], has_limit: bool) -> None:
-    """Draws the bandwidth at every size: NumPy, ours on every number of threads, and the limits."""
+    """Draws the bandwidth at every size: NumPy, ours on every number of threads, and how far each is from its limit."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
     sizes = list(dict.fromkeys((row.batch, row.hidden) for row in rows))
     places = np.arange(len(sizes))
-    series: list[tuple[str, str, list[float], list[float]]] = []
-    for threads, color in zip(_bench.THREADS, ("C0", "C2"), strict=True):
-        chosen = [row for row in rows if row.threads == threads]
-        speeds = [row.gigabytes_per_second for row in chosen]
-        limits = [s * row.over_limit.median for s, row in zip(speeds, chosen, strict=True) if row.over_limit]
-        series.append((f"lstmcell_bwd, {threads} thread{'s' * (threads > 1)}", color, speeds, limits))
     one = [row for row in rows if row.threads == _bench.THREADS[0]]
     numpy_speeds = [row.gigabytes_per_second * row.seconds / row.numpy_seconds for row in one]
-    series.insert(0, ("NumPy expression", "0.6", numpy_speeds, []))
-    width = 0.8 / len(series)
-    for k, (label, color, speeds, limits) in enumerate(series):
-        left = places - 0.4 + (k + 0.5) * width
-        axes.bar(left, speeds, width * 0.92, color=color, label=label)
-        if has_limit and limits:
-            last = k == len(series) - 1
-            half = width * 0.46
-            axes.hlines(limits, left - half, left + half, color="k", label="same-bytes limit" if last else None)
+    axes.plot(places - 0.25, numpy_speeds, "o", color="0.6", label="NumPy expression")
+    for k, (threads, color) in enumerate(zip(_bench.THREADS, ("C0", "C2"), strict=True)):
+        chosen = [row for row in rows if row.threads == threads]
+        speeds = [row.gigabytes_per_second for row in chosen]
+        at = places + 0.25 * k
+        axes.plot(at, speeds, "o", color=color, label=f"lstmcell_bwd, {threads} thread{'s' * (threads > 1)}")
+        if has_limit:
+            limits = [row.gigabytes_per_second * row.over_limit.median for row in chosen if row.over_limit]
+            # On a logarithmic axis the length of the line is the ratio to the limit.
+            axes.vlines(at, speeds, limits, color=color, linewidth=1)
+            last = threads == _bench.THREADS[-1]
+            axes.plot(at, limits, "k_", markersize=14, markeredgewidth=2, label="same-bytes limit" if last else None)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.grid(axis="y", color="0.9")
+    axes.set_axisbelow(True)
     axes.set_xticks(places, [f"{batch}x{hidden}" for batch, hidden in sizes])
-    axes.set(ylabel="GB/s of inputs and outputs", xlabel="batch x hidden size", ylim=(0, None))
-    axes.set_title("LSTM cell backward, float32", loc="left")
+    axes.set(ylabel="GB/s of inputs and outputs", xlabel="batch x hidden size", xlim=(-0.5, len(sizes) - 0.5))
+    axes.set_title(f"LSTM cell backward, float32, {get_isa()}", loc="left", pad=24)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    spacing = {"borderaxespad": 0.2, "borderpad": 0, "columnspacing": 1.2, "handlelength": 1, "handletextpad": 0.5}
+    axes.legend(frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), **spacing)
 
 
 # ---- info ------------------------------------------------------------------------------------------------------------
