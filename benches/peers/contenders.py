@@ -8,6 +8,8 @@ system's own arrays beforehand, outputs are preallocated where the system can us
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from benches import data, limit, measure
@@ -69,13 +71,12 @@ def numexpr(inputs, threads):
     return {"numexpr": measure.repeat(backward)}, lambda: out
 
 
-def numba(inputs, threads):
-    """Run Numba: one loop, blocks of rows in parallel, the bias summed for each block on the way."""
+@functools.cache
+def _numba_backward():
+    """Compile the loop for Numba, once for all sizes."""
     import math
 
     import numba as nb
-
-    nb.set_num_threads(threads)
 
     @nb.njit(parallel=True, fastmath=True, error_model="numpy")
     def backward(grad_hy, grad_cy, cx, cy, gates, grad_gates, grad_cx, grad_bias, blocks):
@@ -108,8 +109,16 @@ def numba(inputs, threads):
                 column += sums[block, j]
             grad_bias[j] = column
 
+    return backward
+
+
+def numba(inputs, threads):
+    """Run Numba: one loop, blocks of rows in parallel, the bias summed for each block on the way."""
+    import numba as nb
+
+    nb.set_num_threads(threads)
     out = data.outputs(*inputs.cx.shape)
-    return {"Numba": measure.repeat(backward, *inputs, *out, threads)}, lambda: out
+    return {"Numba": measure.repeat(_numba_backward(), *inputs, *out, threads)}, lambda: out
 
 
 def jax(inputs, threads):
