@@ -254,8 +254,8 @@ cdef void set_plane(Plane* plane, object tensor, int block, Storage storage, Py_
     plane.swapped = not cnp.PyArray_ISNOTSWAPPED(array)
     if hidden == 1:
         plane.column_stride = size
-    plane.blocked = abs(plane.row_stride) < abs(plane.column_stride)
     plane.direct = storage <= STORAGE_FLOAT64 and not plane.swapped and plane.column_stride == size
+    plane.blocked = not plane.direct and abs(plane.row_stride) < abs(plane.column_stride)
 
 
 cdef void set_bias(Plane* plane, object tensor):
@@ -368,9 +368,10 @@ cdef void set_passage(Call* call, int sources, int targets, cnp.ndarray cx):
     call.item_bytes = cnp.PyArray_ITEMSIZE(cx)
     moved = (sources + targets) * call.batch * call.hidden * call.item_bytes
     call.prefetch = moved >= PREFETCH_BYTES
-    call.blocked = False
+    call.blocked = call.packed = False
     for k in range(sources):
-        call.blocked |= call.source[k].blocked and not call.source[k].direct
+        call.blocked |= call.source[k].blocked
+        call.packed |= call.source[k].data != NULL and not call.source[k].direct and not call.source[k].blocked
     call.streaming = moved >= STREAMING_BYTES and not call.in_place
     call.staged = call.in_place
     for k in range(targets):

@@ -184,18 +184,18 @@ cdef void forward_row(real_t one, row_t kind, const Call* call, const ForwardBuf
             source[k] = <real_t*>buffers.packed + k * buffers.pitch
             pack_row(one, plane, call.storage, row, column, count, source[k])
     for k in range(GATES):
-        prefetch_sources(call, ahead, k, k + 1)
+        prefetch_sources(ahead, k, k + 1)
         if call.has_bias:
             biased_sum_row(one, count, <row_t>source[k], <row_t>source[GATES + k], <row_t>(bias + k * call.hidden),
                            <row_t>(bias + lane + k * call.hidden), <row_t>target[k])
         else:
             sum_row(one, count, <row_t>source[k], <row_t>source[GATES + k], <row_t>target[k])
-        prefetch_sources(call, ahead, GATES + k, GATES + k + 1)
+        prefetch_sources(ahead, GATES + k, GATES + k + 1)
         if k == 2:
             tanh_row(one, count, <row_t>target[k])
         else:
             sigmoid_row(one, count, <row_t>target[k])
-    prefetch_sources(call, ahead, 2 * GATES, FORWARD_SOURCES)
+    prefetch_sources(ahead, 2 * GATES, FORWARD_SOURCES)
     cell_row(one, count, <row_t>source[2 * GATES], <row_t>target[0], <row_t>target[1], <row_t>target[2],
              <row_t>target[4])
     if hidden_row(one, count, <row_t>target[4], <row_t>target[3], <row_t>target[5]):
@@ -222,18 +222,17 @@ cdef void forward_tile(real_t one, row_t kind, const Call* call, const ForwardBu
             else:
                 target[k] = <real_t*>(plane.data + (first_row + r) * plane.row_stride + column * plane.column_stride)
         forward_row(one, kind, call, buffers, &ahead, first_row + r, column, count, target)
-        ahead.row += 1
+        next_row(call, &ahead)
         if call.staged:
             for k in range(FORWARD_TARGETS):
-                unpack_row(one, &call.target[k], call.storage, first_row + r, column, count, call.streaming, last,
-                           target[k], buffers.halves, buffers.carry + r * FORWARD_TARGETS + k)
+                unpack_row(one, &call.target[k], call.storage, first_row + r, column, count, call.streaming, False,
+                           last, target[k], buffers.halves, buffers.carry + r * FORWARD_TARGETS + k, NULL)
 
 
 # ---- pieces and threads -----------------------------------------------------------------------------------------
 
 cdef void forward_leaf(real_t one, row_t kind, const Call* call, const ForwardBuffers* buffers, Py_ssize_t first_row,
-                       Py_ssize_t end_row, Py_ssize_t first_column, Py_ssize_t columns,
-                       Py_ssize_t lead) noexcept nogil:
+                       Py_ssize_t end_row, Py_ssize_t first_column, Py_ssize_t columns) noexcept nogil:
     """One strip of LEAF_ROWS rows: run by run, or where inputs are read in blocks, tile by tile."""
     cdef Py_ssize_t block_columns = call.tile if call.blocked else columns
     cdef Py_ssize_t block = 0
@@ -250,7 +249,7 @@ cdef void forward_leaf(real_t one, row_t kind, const Call* call, const ForwardBu
         while row < end_row:
             column = block
             while column < block + block_columns:
-                count = min(block + block_columns - column, lead if lead > 0 and column == 0 else call.tile)
+                count = min(block + block_columns - column, call.tile)
                 forward_tile(one, kind, call, buffers, ahead_of(call, row, column + count, first_column, columns), row,
                              min(<Py_ssize_t>RUN_ROWS, end_row - row), first_column + column, count,
                              column + count == block + block_columns)
@@ -261,10 +260,8 @@ cdef void forward_leaf(real_t one, row_t kind, const Call* call, const ForwardBu
 
 cdef void forward_piece(real_t one, row_t kind, const Call* call, const ForwardBuffers* buffers, Py_ssize_t first_row,
                         Py_ssize_t end_row, Py_ssize_t first_column, Py_ssize_t columns) noexcept nogil:
-    cdef Py_ssize_t lead = lead_of(call, first_column, columns)
     while first_row < end_row:
-        forward_leaf(one, kind, call, buffers, first_row, min(first_row + LEAF_ROWS, end_row), first_column, columns,
-                     lead)
+        forward_leaf(one, kind, call, buffers, first_row, min(first_row + LEAF_ROWS, end_row), first_column, columns)
         first_row += LEAF_ROWS
 
 
@@ -348,8 +345,12 @@ cdef void run_forward(Call* call) noexcept nogil:
     else:
         with parallel(num_threads=call.threads):
             inside = fp_state_enter()
-            for item in prange(items, schedule="dynamic", chunksize=1):
-                forward_item(call, item, blocks + threadid() * call.thread_bytes)
+            if call.streaming:
+                for item in prange(items, schedule="dynamic", chunksize=1):
+                    forward_item(call, item, blocks + threadid() * call.thread_bytes)
+            else:
+                for item in prange(items, schedule="static"):
+                    forward_item(call, item, blocks + threadid() * call.thread_bytes)
             if call.streaming:
                 stream_fence()
             fp_state_leave(inside)

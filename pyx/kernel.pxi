@@ -10,9 +10,9 @@
 #     grad_cx            total * f                                      [N, H]
 #
 # Design
-# a) One pass. A *tile* is a run of at most RUN_ROWS rows by at most MOST_TILE columns. Its inputs are read once, where
-#    they lie or packed into the first cache; its results leave once, directly or from a stage; its gate gradients are
-#    summed over the run while they are still there.
+# a) One pass. A *tile* is a run of at most RUN_ROWS rows by TILE columns, give or take a line. Its inputs are read
+#    once, where they lie or packed into the first cache; its results leave once, directly or from a stage; its gate
+#    gradients are summed over the run while they are still there.
 # b) Same bits everywhere. Every multiplication and addition rounds on its own (no contraction, no fma), columns
 #    never mix, and the bias order is fixed by the row index alone: runs of RUN_ROWS rows one after another in the
 #    arithmetic type, run sums one after another in a wider type within a leaf of LEAF_ROWS rows, and a binary tree
@@ -22,7 +22,7 @@
 #    (total and with it d_i takes grad_hy, o, cy and grad_cy as a factor or a term, d_i also i and g, d_f also cx and
 #    f; Inf and NaN survive multiplication and addition. An Inf from overflow only costs the second look.)
 # d) Memory. Outputs that bypass the cache leave in whole 64-byte lines; inputs that come from memory are asked for a
-#    few tiles ahead, a part between each two loops, so that they travel while this tile is computed.
+#    tile ahead, a part between each two loops, so that they travel while this tile is computed.
 #
 # Arguments are marked IN or OUT. Cython turns `1 - y` into double arithmetic, hence the typed `one`; it also makes
 # the arithmetic type known beside the fused restrict pointers.
@@ -59,7 +59,8 @@ cdef extern from "simd.h" nogil:
                        Py_ssize_t pitch)
     ctypedef struct lstmcell_carry:
         pass
-    void stream_bytes(char* target, char* source, Py_ssize_t count, bint last, lstmcell_carry* carry)
+    void stream_bytes(char* target, char* source, Py_ssize_t count, bint keep_head, bint last, lstmcell_carry* carry,
+                      lstmcell_carry* next)
     void stream_fence()
     void prefetch_bytes(const char* p, Py_ssize_t count)
     uint64_t fp_state_enter()
@@ -467,8 +468,8 @@ cdef void pack_block(real_t one, const Plane* plane, Storage storage, Py_ssize_t
 
 
 cdef void unpack_row(real_t one, const Plane* plane, Storage storage, Py_ssize_t row, Py_ssize_t column,
-                     Py_ssize_t count, bint streaming, bint last, real_t* source,                            # IN
-                     char* halves, lstmcell_carry* carry) noexcept nogil:                                    # SCRATCH
+                     Py_ssize_t count, bint streaming, bint keep_head, bint last, real_t* source,            # IN
+                     char* halves, lstmcell_carry* carry, lstmcell_carry* next) noexcept nogil:              # SCRATCH
     """Writes one row segment from the stage: the one place where staged results leave the tile."""
     cdef char* p = plane.data + row * plane.row_stride + column * plane.column_stride
     cdef Py_ssize_t step = plane.column_stride
@@ -483,7 +484,7 @@ cdef void unpack_row(real_t one, const Plane* plane, Storage storage, Py_ssize_t
             else:
                 f32_row_to_bf16(source, packed, count)
     if streaming:
-        stream_bytes(p, packed, count * size, last, carry)
+        stream_bytes(p, packed, count * size, keep_head, last, carry, next)
     elif step != size:
         for j in range(count):
             memcpy(p + j * step, packed + j * size, size)
@@ -503,20 +504,27 @@ ctypedef struct Buffers:        # of one thread; rows are `pitch` elements apart
     lstmcell_carry* carry       # [RUN_ROWS, TARGETS]          what waits for the rest of its 64-byte line
     char* sums                  # [depth of the tree][1 + pairs][GATES, strip] float64
     Py_ssize_t pitch
+    Py_ssize_t end_row          # of the piece at hand
 
 
-ctypedef struct Ahead:     # the later tile whose inputs are asked for
-    Py_ssize_t row         # the batch or more: none
-    Py_ssize_t column
-    Py_ssize_t bytes       # of one row of it
+ctypedef struct Ahead:                  # the later tile whose inputs are asked for
+    const char* data[FORWARD_SOURCES]   # its next row; NULL has nothing to ask for
+    Py_ssize_t rows                     # that are left
+    Py_ssize_t bytes                    # of one row
 
 
 cdef inline Py_ssize_t padded(Py_ssize_t size) noexcept nogil:
     return (size + 63) & ~<Py_ssize_t>63
 
 
+cdef inline Py_ssize_t lanes_of(real_t one) noexcept nogil:
+    """Elements in 64 bytes."""
+    return 64 // sizeof(real_t)
+
+
 cdef inline Py_ssize_t pitch_of(const Call* call, Py_ssize_t width) noexcept nogil:
-    return call.tile + 64 // width
+    """A tile's widest row, space to begin it anywhere on a line, and 64 bytes before it for what is carried over."""
+    return call.tile + 3 * 64 // width
 
 
 cdef inline Py_ssize_t sums_doubles(const Call* call) noexcept nogil:
@@ -524,63 +532,108 @@ cdef inline Py_ssize_t sums_doubles(const Call* call) noexcept nogil:
     return (2 if call.storage == STORAGE_FLOAT64 else 1) * GATES * call.strip
 
 
-cdef inline void prefetch_sources(const Call* call, const Ahead* ahead, int first, int end) noexcept nogil:
+cdef inline void prefetch_sources(const Ahead* ahead, int first, int end) noexcept nogil:
     """Asks for some of the inputs of a later tile, so that they come from memory while this one is computed."""
-    cdef const Plane* plane
     cdef int k
-    if ahead.row < call.batch:
+    if ahead.rows > 0:
         for k in range(first, end):
+            if ahead.data[k] == NULL:
+                continue
+            if ahead.bytes == TILE * sizeof(float):
+                prefetch_bytes(ahead.data[k], TILE * sizeof(float))
+            else:
+                prefetch_bytes(ahead.data[k], ahead.bytes)
+
+
+cdef inline Ahead ahead_of(const Call* call, Py_ssize_t row, Py_ssize_t column, Py_ssize_t first_column,
+                           Py_ssize_t columns) noexcept nogil:
+    """The tile that begins at `column` (counted from `first_column`), or the first of the next run."""
+    cdef Ahead ahead
+    cdef const Plane* plane
+    cdef Py_ssize_t k
+    ahead.rows = 0
+    for k in range(FORWARD_SOURCES):
+        ahead.data[k] = NULL
+    if call.prefetch:
+        if column >= columns:
+            row += RUN_ROWS
+            column = 0
+        ahead.rows = call.batch - row
+        ahead.bytes = min(columns - column, call.tile) * call.item_bytes
+        for k in range(FORWARD_SOURCES):
             plane = &call.source[k]
-            if plane.data != NULL:
-                prefetch_bytes(plane.data + ahead.row * plane.row_stride + ahead.column * plane.column_stride,
-                               ahead.bytes)
+            if plane.data != NULL and ahead.rows > 0:
+                ahead.data[k] = (plane.data + row * plane.row_stride
+                                 + (first_column + column) * plane.column_stride)
+    return ahead
 
 
-cdef inline bint fast_row(real_t one, row_t kind, const Call* call, const Buffers* buffers, const Ahead* ahead,
-                          Py_ssize_t count, real_t** source, real_t** target) noexcept nogil:
-    """The fast path for one row of a tile; whether it is valid (design note c)."""
-    cdef row_t p = <row_t>buffers.exponential
-    cdef row_t scale = <row_t>buffers.exponential + buffers.pitch
+cdef inline void next_row(const Call* call,
+                          Ahead* ahead) noexcept nogil:                                                      # INOUT
+    cdef Py_ssize_t k
+    ahead.rows -= 1
+    for k in range(FORWARD_SOURCES):
+        if ahead.data[k] != NULL:
+            ahead.data[k] += call.source[k].row_stride
+
+
+cdef inline bint fast_span(real_t one, row_t kind, const Buffers* buffers, const Ahead* ahead, Py_ssize_t first,
+                           Py_ssize_t count, real_t** source, real_t** target) noexcept nogil:
+    """The fast path for some columns of a row of a tile; whether it is valid (design note c)."""
+    cdef row_t p = <row_t>buffers.exponential + first
+    cdef row_t scale = <row_t>buffers.exponential + buffers.pitch + first
     cdef bint valid
-    prefetch_sources(call, ahead, 0, 2)
-    split_row(one, count, <row_t>source[3], p, scale)
-    prefetch_sources(call, ahead, 2, 4)
+    if ahead != NULL:
+        prefetch_sources(ahead, 0, 2)
+    split_row(one, count, <row_t>source[3] + first, p, scale)
+    if ahead != NULL:
+        prefetch_sources(ahead, 2, 4)
     exponential_row(one, count, p)
-    prefetch_sources(call, ahead, 4, 6)
-    state_row(one, count, <row_t>source[0], <row_t>source[1], <row_t>source[3], <row_t>source[7], scale, p,
-              <row_t>target[3])
-    prefetch_sources(call, ahead, 6, 8)
-    valid = input_row(one, count, p, <row_t>source[4], <row_t>source[6], <row_t>target[0], <row_t>target[2])
-    valid &= forget_row(one, count, p, <row_t>source[2], <row_t>source[5], <row_t>target[1], <row_t>target[4])
+    if ahead != NULL:
+        prefetch_sources(ahead, 4, 6)
+    state_row(one, count, <row_t>source[0] + first, <row_t>source[1] + first, <row_t>source[3] + first,
+              <row_t>source[7] + first, scale, p, <row_t>target[3] + first)
+    if ahead != NULL:
+        prefetch_sources(ahead, 6, 8)
+    valid = input_row(one, count, p, <row_t>source[4] + first, <row_t>source[6] + first, <row_t>target[0] + first,
+                      <row_t>target[2] + first)
+    valid &= forget_row(one, count, p, <row_t>source[2] + first, <row_t>source[5] + first, <row_t>target[1] + first,
+                        <row_t>target[4] + first)
     return valid
 
 
-cdef void compute_row(real_t one, row_t kind, const Call* call, const Buffers* buffers, const Ahead* ahead,
-                      Py_ssize_t row, Py_ssize_t column, Py_ssize_t count,                                   # IN
-                      real_t** target) noexcept nogil:                                                       # OUT
-    """One row of a tile, from the arrays to `target`."""
-    cdef real_t* source[SOURCES]
-    cdef const Plane* plane
+cdef bint fast_line(real_t one, row_t kind, const Buffers* buffers, Py_ssize_t first, real_t** source,
+                    real_t** target) noexcept nogil:
+    """The fast path for 64 bytes of each row."""
+    return fast_span(one, kind, buffers, NULL, first, lanes_of(one), source, target)
+
+
+cdef inline bint fast_row(real_t one, row_t kind, const Buffers* buffers, const Ahead* ahead, Py_ssize_t lead,
+                          Py_ssize_t count, real_t** source, real_t** target) noexcept nogil:
+    """The fast path for one row of a tile; whether it is valid.
+
+    Loops run over whole vectors, which begin `lead` columns in, on a line of memory. What is left at either end is done
+    by a vector that overlaps them: results do not depend on the company, so that doing an element twice does no harm.
+    """
+    cdef Py_ssize_t lanes = lanes_of(one)
+    cdef Py_ssize_t whole = (count - lead) & -lanes
     cdef bint valid
-    cdef Py_ssize_t k
-    for k in range(SOURCES):
-        plane = &call.source[k]
-        if plane.data == NULL:
-            source[k] = <real_t*>buffers.zeros
-        elif plane.direct:
-            source[k] = <real_t*>(plane.data + row * plane.row_stride + column * plane.column_stride)
-        elif plane.blocked:
-            source[k] = <real_t*>buffers.blocks + (k * LEAF_ROWS + row % LEAF_ROWS) * buffers.pitch
-        else:
-            source[k] = <real_t*>buffers.packed + k * buffers.pitch
-            pack_row(one, plane, call.storage, row, column, count, source[k])
-    # A tile of STREAM_TILE columns has loops of constant length, and so no remainders.
-    if count == STREAM_TILE:
-        valid = fast_row(one, kind, call, buffers, ahead, <Py_ssize_t>STREAM_TILE, source, target)
+    if count < lanes:
+        return fast_span(one, kind, buffers, ahead, 0, count, source, target)
+    if count - lead == TILE:        # the common case has loops of constant length
+        valid = fast_span(one, kind, buffers, ahead, lead, <Py_ssize_t>TILE, source, target)
     else:
-        valid = fast_row(one, kind, call, buffers, ahead, count, source, target)
-    if valid:
-        return
+        valid = fast_span(one, kind, buffers, ahead, lead, whole, source, target)
+        if lead + whole < count:
+            valid &= fast_line(one, kind, buffers, count - lanes, source, target)
+    if lead > 0:
+        valid &= fast_line(one, kind, buffers, 0, source, target)
+    return valid
+
+
+cdef void repair_row(real_t one, row_t kind, const Call* call, Py_ssize_t count, real_t** source,            # IN
+                     real_t** target) noexcept nogil:                                                        # INOUT
+    """What the fast path does not treat: Inf, NaN, large |cy|."""
     # Under the operator's rule only a large |cy| needs other arithmetic; what Inf and NaN give is NaN in any case.
     if not call.nonfinite_nan or has_large_cell(one, count, <row_t>source[3]):
         careful_row(one, count, <row_t>source[0], <row_t>source[1], <row_t>source[2],
@@ -592,37 +645,85 @@ cdef void compute_row(real_t one, row_t kind, const Call* call, const Buffers* b
                    <row_t>target[0], <row_t>target[1], <row_t>target[2], <row_t>target[3], <row_t>target[4])
 
 
-cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* buffers, Ahead ahead,
-                       Py_ssize_t first_row, Py_ssize_t rows, Py_ssize_t column, Py_ssize_t count, bint last, # IN
+cdef inline lstmcell_carry* next_carry(const Call* call, const Buffers* buffers, Py_ssize_t first_row, Py_ssize_t r,
+                                       Py_ssize_t k) noexcept nogil:
+    """What belongs to the output row that follows the k-th of row r of a run in memory; NULL for none of this piece."""
+    if not call.joined:
+        return NULL
+    if k < GATES - 1:
+        return buffers.carry + r * TARGETS + k + 1
+    if first_row + r + 1 >= buffers.end_row:
+        return NULL
+    return buffers.carry + (r + 1) % RUN_ROWS * TARGETS + (0 if k < GATES else k)
+
+
+cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* buffers, Ahead* ahead,
+                       Py_ssize_t first_row, Py_ssize_t rows, Py_ssize_t column, Py_ssize_t count,
+                       Py_ssize_t lead, bint last,                                                           # IN
                        double* sums) noexcept nogil:                                                         # INOUT
-    """A run of rows by `count` columns; adds its gate gradients to the leaf's wide sums from this column on."""
+    """A run of rows by `count` columns; adds its gate gradients to the leaf's wide sums from this column on.
+
+    `lead` columns in, arrays begin on a 64-byte line; buffers are made to do so, too.
+    """
+    cdef Py_ssize_t shift = -lead & (lanes_of(one) - 1)
+    cdef Buffers shifted = buffers[0]
+    cdef real_t* source[SOURCES]
     cdef real_t* target[RUN_ROWS][TARGETS]
+    cdef Py_ssize_t step[SOURCES]
     cdef const Plane* plane
     cdef Py_ssize_t r, k
-    for r in range(RUN_ROWS):
-        for k in range(TARGETS):
-            plane = &call.target[k]
+    shifted.exponential += shift * sizeof(real_t)
+    for k in range(SOURCES):
+        plane = &call.source[k]
+        step[k] = 0
+        if plane.data == NULL:
+            source[k] = <real_t*>buffers.zeros + shift
+        elif plane.direct:
+            source[k] = <real_t*>(plane.data + first_row * plane.row_stride + column * plane.column_stride)
+            step[k] = plane.row_stride
+        elif plane.blocked:
+            source[k] = <real_t*>buffers.blocks + (k * LEAF_ROWS + first_row % LEAF_ROWS) * buffers.pitch
+            step[k] = buffers.pitch * sizeof(real_t)
+        else:
+            source[k] = <real_t*>buffers.packed + k * buffers.pitch + shift
+    for k in range(TARGETS):
+        plane = &call.target[k]
+        for r in range(RUN_ROWS):
             if r >= rows:
-                target[r][k] = <real_t*>buffers.zeros
+                target[r][k] = <real_t*>buffers.zeros + shift
             elif call.staged:
-                target[r][k] = <real_t*>buffers.stage + (r * TARGETS + k) * buffers.pitch
+                target[r][k] = <real_t*>buffers.stage + (r * TARGETS + k) * buffers.pitch + shift
             else:
                 target[r][k] = <real_t*>(plane.data + (first_row + r) * plane.row_stride + column * plane.column_stride)
     for r in range(rows):
-        compute_row(one, kind, call, buffers, &ahead, first_row + r, column, count, target[r])
-        ahead.row += 1
+        if call.packed:
+            for k in range(SOURCES):
+                plane = &call.source[k]
+                if plane.data != NULL and not plane.direct and not plane.blocked:
+                    pack_row(one, plane, call.storage, first_row + r, column, count, source[k])
+        if not fast_row(one, kind, &shifted, ahead, lead, count, source, target[r]):
+            repair_row(one, kind, call, count, source, target[r])
         if call.staged:
             for k in range(TARGETS):
-                unpack_row(one, &call.target[k], call.storage, first_row + r, column, count, call.streaming, last,
-                           target[r][k], buffers.halves, buffers.carry + r * TARGETS + k)
-    if call.has_bias:
-        for k in range(GATES):
-            if count == STREAM_TILE:
-                add_run(one, <Py_ssize_t>STREAM_TILE, <row_t>target[0][k], <row_t>target[1][k], <row_t>target[2][k],
-                        <row_t>target[3][k], sums + k * call.strip, sums + (GATES + k) * call.strip)
-            else:
-                add_run(one, count, <row_t>target[0][k], <row_t>target[1][k], <row_t>target[2][k],
-                        <row_t>target[3][k], sums + k * call.strip, sums + (GATES + k) * call.strip)
+                unpack_row(one, &call.target[k], call.storage, first_row + r, column, count, call.streaming,
+                           call.joined and column == 0 and (r > 0 or 0 < k < GATES), last, target[r][k],
+                           buffers.halves, buffers.carry + r * TARGETS + k,
+                           next_carry(call, buffers, first_row, r, k) if last else NULL)
+        for k in range(SOURCES):
+            source[k] = <real_t*>(<char*>source[k] + step[k])
+        next_row(call, ahead)
+    for k in range(GATES if call.has_bias else 0):
+        if lead > 0:
+            add_run(one, lead, <row_t>target[0][k], <row_t>target[1][k], <row_t>target[2][k], <row_t>target[3][k],
+                    sums + k * call.strip, sums + (GATES + k) * call.strip)
+        if count - lead == TILE:
+            add_run(one, <Py_ssize_t>TILE, <row_t>target[0][k] + lead, <row_t>target[1][k] + lead,
+                    <row_t>target[2][k] + lead, <row_t>target[3][k] + lead,
+                    sums + k * call.strip + lead, sums + (GATES + k) * call.strip + lead)
+        else:
+            add_run(one, count - lead, <row_t>target[0][k] + lead, <row_t>target[1][k] + lead,
+                    <row_t>target[2][k] + lead, <row_t>target[3][k] + lead,
+                    sums + k * call.strip + lead, sums + (GATES + k) * call.strip + lead)
 
 
 # ---- leaves, tree and threads -----------------------------------------------------------------------------------
@@ -641,48 +742,37 @@ cdef inline Py_ssize_t leaves_of(const Call* call) noexcept nogil:
 
 
 cdef inline void prefetch_edges(const Call* call, Py_ssize_t row, Py_ssize_t first_column,
-                                Py_ssize_t last_column) noexcept nogil:
-    """Asks for the lines at the ends of a run's output rows, which are shared with other data.
+                                Py_ssize_t end_column) noexcept nogil:
+    """Asks for the lines at the ends of a run's output rows, where they are shared with other data.
 
     Only whole lines can bypass the cache. A store to any other waits for its line, and all later stores wait behind it.
     """
     cdef const Plane* plane
+    cdef const char* p
     cdef Py_ssize_t r, k
     for k in range(TARGETS):
         plane = &call.target[k]
-        for r in range(row + RUN_ROWS, min(row + 2 * RUN_ROWS, call.batch)):
-            prefetch_bytes(plane.data + r * plane.row_stride + first_column * plane.column_stride, 1)
-        for r in range(row, min(row + RUN_ROWS, call.batch)):
-            prefetch_bytes(plane.data + r * plane.row_stride + last_column * plane.column_stride, 1)
+        for r in range(row, min(row + 2 * RUN_ROWS, call.batch)):
+            p = plane.data + r * plane.row_stride + first_column * plane.column_stride
+            if r >= row + RUN_ROWS and <Py_ssize_t>p & 63:
+                prefetch_bytes(p, 1)
+            p += (end_column - first_column) * plane.column_stride
+            if r < row + RUN_ROWS and <Py_ssize_t>p & 63:
+                prefetch_bytes(p - 1, 1)
 
 
 cdef inline Py_ssize_t lead_of(const Call* call, Py_ssize_t first_column, Py_ssize_t columns) noexcept nogil:
-    """Width of a first tile after which all others begin on a 64-byte line; 0 where that gains nothing.
+    """Columns before the first 64-byte line of every row; 0 where rows differ in it, or where little is gained.
 
     A line that two vectors share is read or written twice. The inputs decide where outputs pass through the stage.
     """
     cdef const Plane* plane = &call.source[4] if call.staged else &call.target[0]
     cdef Py_ssize_t size = call.item_bytes
     cdef Py_ssize_t lead = -<Py_ssize_t>(plane.data + first_column * size) & 63
-    if columns < LEAD_PAYS or not plane.direct or call.hidden * size % 64 or plane.row_stride % 64 or lead % size:
+    if (columns < LEAD_PAYS or call.blocked or not plane.direct or call.hidden * size % 64 or plane.row_stride % 64
+            or lead % size):
         return 0
     return lead // size
-
-
-cdef inline Ahead ahead_of(const Call* call, Py_ssize_t row, Py_ssize_t column, Py_ssize_t first_column,
-                           Py_ssize_t columns) noexcept nogil:
-    """The tile whose inputs are asked for while the one before `column` (counted from `first_column`) is computed."""
-    cdef Ahead ahead
-    ahead.row = call.batch
-    if call.prefetch:
-        ahead.row = row
-        ahead.column = column + (AHEAD_TILES - 1) * call.tile
-        while ahead.column >= columns:
-            ahead.row += RUN_ROWS
-            ahead.column = max(<Py_ssize_t>0, ahead.column - (columns + call.tile - 1) // call.tile * call.tile)
-        ahead.bytes = min(columns - ahead.column, call.tile) * call.item_bytes
-        ahead.column += first_column
-    return ahead
 
 
 cdef void compute_leaf(real_t one, row_t kind, const Call* call, const Buffers* buffers, Py_ssize_t first_row,
@@ -692,6 +782,7 @@ cdef void compute_leaf(real_t one, row_t kind, const Call* call, const Buffers* 
     cdef Py_ssize_t block_columns = call.tile if call.blocked else columns
     cdef Py_ssize_t block = 0
     cdef Py_ssize_t row, column, count, k
+    cdef Ahead ahead
     while block < columns:
         block_columns = min(block_columns, columns - block)
         if call.blocked:
@@ -702,31 +793,37 @@ cdef void compute_leaf(real_t one, row_t kind, const Call* call, const Buffers* 
                                <real_t*>buffers.blocks + k * LEAF_ROWS * buffers.pitch)
         row = first_row
         while row < end_row:
-            if call.streaming:
-                prefetch_edges(call, row, first_column + block, first_column + block + block_columns - 1)
+            if call.streaming and not call.joined:
+                prefetch_edges(call, row, first_column + block, first_column + block + block_columns)
             column = block
             while column < block + block_columns:
-                count = min(block + block_columns - column, lead if lead > 0 and column == 0 else call.tile)
-                compute_tile(one, kind, call, buffers, ahead_of(call, row, column + count, first_column, columns), row,
-                             min(<Py_ssize_t>RUN_ROWS, end_row - row), first_column + column, count,
+                # The first tile takes the lead too, and the last what would be too little for a tile of its own.
+                count = block + block_columns - column
+                if count > call.tile + lanes_of(one):
+                    count = call.tile + (lead if column == 0 else 0)
+                ahead = ahead_of(call, row, column + count, first_column, columns)
+                compute_tile(one, kind, call, buffers, &ahead, row, min(<Py_ssize_t>RUN_ROWS, end_row - row),
+                             first_column + column, count, lead if column == 0 else 0,
                              column + count == block + block_columns, sums + column)
                 column += count
             row += RUN_ROWS
         block += block_columns
 
 
-cdef void compute_piece(real_t one, row_t kind, const Call* call, const Buffers* buffers, Node piece,
+cdef void compute_piece(real_t one, row_t kind, const Call* call, Buffers* buffers, Node piece,
                         Py_ssize_t first_column, Py_ssize_t columns,                                         # IN
                         double* node) noexcept nogil:                                                        # OUT
     """One strip of one piece, a complete node of the tree; its wide sums go to `node` [1 + pairs][GATES, hidden]."""
     cdef Py_ssize_t size = sums_doubles(call)
     cdef bint pairs = call.storage == STORAGE_FLOAT64
     cdef Py_ssize_t lead = lead_of(call, first_column, columns)
+    cdef double* base = <double*>buffers.sums + (-lead & 7)     # so that they, too, are on a line at the lead
     cdef Py_ssize_t depth = 0
     cdef Py_ssize_t leaf, row, k, merged
     cdef double* sums
+    buffers.end_row = min((piece.first_leaf + (<Py_ssize_t>1 << piece.level) - call.first_leaf) * LEAF_ROWS, call.batch)
     for leaf in range(piece.first_leaf, piece.first_leaf + (<Py_ssize_t>1 << piece.level)):
-        sums = <double*>buffers.sums + depth * size
+        sums = base + depth * size
         if call.has_bias:
             memset(sums, 0, size * sizeof(double))
         row = (leaf - call.first_leaf) * LEAF_ROWS
@@ -737,14 +834,13 @@ cdef void compute_piece(real_t one, row_t kind, const Call* call, const Buffers*
         merged = leaf
         while depth > 1 and merged & 1:
             depth -= 1
-            sums = <double*>buffers.sums + depth * size
+            sums = base + depth * size
             add_wide(pairs, GATES * call.strip, sums - size, sums - size + GATES * call.strip,
                      sums, sums + GATES * call.strip)
             merged >>= 1
     if call.has_bias:
         for k in range((1 + pairs) * GATES):
-            memcpy(node + k * call.hidden + first_column, <double*>buffers.sums + k * call.strip,
-                   columns * sizeof(double))
+            memcpy(node + k * call.hidden + first_column, base + k * call.strip, columns * sizeof(double))
 
 
 cdef void compute_item(const Call* call, const Node* pieces, double* nodes, Py_ssize_t item,
@@ -765,7 +861,7 @@ cdef void compute_item(const Call* call, const Node* pieces, double* nodes, Py_s
     buffers.halves = buffers.stage + RUN_ROWS * TARGETS * buffers.pitch * width
     buffers.carry = <lstmcell_carry*>(buffers.halves + buffers.pitch * width)
     buffers.sums = <char*>(buffers.carry + RUN_ROWS * TARGETS)
-    memset(buffers.zeros, 0, call.tile * width)
+    memset(buffers.zeros, 0, buffers.pitch * width)
     memset(buffers.carry, 0, RUN_ROWS * TARGETS * sizeof(lstmcell_carry))
     if call.storage == STORAGE_FLOAT64:
         compute_piece(<double>1, <f64_row>NULL, call, &buffers, pieces[piece], first_column,
@@ -799,18 +895,20 @@ cdef void plan(Call* call) noexcept nogil:
         call.strip = min(call.strip, max(<Py_ssize_t>LEAST_STRIP, (call.hidden + wanted - 1) // wanted))
     call.strip = (call.strip + 15) & ~<Py_ssize_t>15
     call.strips = (call.hidden + call.strip - 1) // call.strip
+    call.joined = (call.strips == 1 and call.hidden * call.item_bytes >= 128
+                   and call.target[0].row_stride == GATES * call.hidden * call.item_bytes
+                   and call.target[4].row_stride == call.hidden * call.item_bytes)
     call.threads = <int>min(<Py_ssize_t>call.threads, call.pieces * call.strips)
     call.nodes_bytes = padded(call.pieces * sizeof(Node))
     if call.has_bias:
         call.nodes_bytes += padded(call.pieces * (width // 4) * GATES * call.hidden * sizeof(double))
-    call.tile = min((call.hidden + 15) & ~<Py_ssize_t>15,
-                    <Py_ssize_t>(STREAM_TILE if call.streaming or call.blocked else MOST_TILE))
+    call.tile = min((call.hidden + 15) & ~<Py_ssize_t>15, <Py_ssize_t>TILE)
     call.thread_bytes = padded(64 + (4 + SOURCES + RUN_ROWS * TARGETS) * pitch_of(call, width) * width
                                + RUN_ROWS * TARGETS * sizeof(lstmcell_carry))
     if call.blocked:
         call.thread_bytes += padded(SOURCES * LEAF_ROWS * pitch_of(call, width) * width)
     if call.has_bias:
-        call.thread_bytes += padded((call.piece_level + 2) * sums_doubles(call) * sizeof(double))
+        call.thread_bytes += padded(((call.piece_level + 2) * sums_doubles(call) + 8) * sizeof(double))
     call.scratch_bytes = call.nodes_bytes + call.threads * call.thread_bytes
 
 
@@ -885,8 +983,13 @@ cdef void run_items(Call* call, const Node* pieces, double* nodes) noexcept nogi
         return
     with parallel(num_threads=call.threads):
         before = fp_state_enter()
-        for item in prange(items, schedule="dynamic", chunksize=1):
-            compute_item(call, pieces, nodes, item, blocks + threadid() * call.thread_bytes)
+        # What fits the caches stays with the thread, and so the core, that had it in the call before.
+        if call.streaming:
+            for item in prange(items, schedule="dynamic", chunksize=1):
+                compute_item(call, pieces, nodes, item, blocks + threadid() * call.thread_bytes)
+        else:
+            for item in prange(items, schedule="static"):
+                compute_item(call, pieces, nodes, item, blocks + threadid() * call.thread_bytes)
         if call.streaming:
             stream_fence()
         fp_state_leave(before)

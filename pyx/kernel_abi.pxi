@@ -2,7 +2,7 @@
 # each stub publishes in a capsule. Change ABI_VERSION with any change here.
 
 cdef enum:
-    ABI_VERSION = 3
+    ABI_VERSION = 4
     SOURCES = 8        # planes read:    grad_hy, grad_cy, cx, cy and the gates i, f, g, o
     TARGETS = 5        # planes written: the gradients of i, f, g, o and of cx
     PLANES = 13        # all of them
@@ -14,10 +14,8 @@ cdef enum:
     LEAF_ROWS = 32     # rows of one leaf of the bias tree; part of the result's definition (BIAS_LEAF_ROWS)
     RUN_ROWS = 4       # rows summed in the arithmetic type before they enter the wide sums; likewise
     # How the work is cut has no influence on results.
-    MOST_TILE = 512    # columns of one tile: long loops
-    STREAM_TILE = 128  # of one that bypasses the cache: what waits to leave it stays in the first cache
-    LEAD_PAYS = 1024   # columns from which on it pays to begin tiles on a 64-byte line
-    AHEAD_TILES = 2    # how far ahead inputs are prefetched
+    TILE = 128         # columns of one tile: all of it stays in the first cache until it is done
+    LEAD_PAYS = 512    # columns from which on it pays to begin vectors on a 64-byte line
     BLOCK_COLUMNS = 4  # columns read at a time from inputs whose columns are contiguous
     AHEAD_COLUMNS = 16 # how far ahead those are prefetched
     LEAST_STRIP = 64   # columns of one strip, the unit that threads share when rows are few
@@ -58,6 +56,7 @@ ctypedef struct Call:
     bint in_place                 # an output is also an input: a run leaves its tile only when all of it is done
     bint staged                   # outputs leave through the tile's stage (any output that is not direct, too)
     bint blocked                  # any input is
+    bint packed                   # any input is neither direct nor blocked
     bint prefetch                 # inputs of later tiles are prefetched
     Py_ssize_t item_bytes
     bint streaming                # outputs bypass the cache
@@ -66,6 +65,7 @@ ctypedef struct Call:
     Py_ssize_t tile               # columns of one tile
     Py_ssize_t strip              # columns of one strip
     Py_ssize_t strips
+    bint joined                   # every output row ends where the next begins, so that they can share lines
     Py_ssize_t pieces
     int piece_level               # no piece holds more than 2^piece_level leaves
     Py_ssize_t nodes_bytes        # the parts of the scratch memory: nodes (forward: the biases' sum), blocks of threads

@@ -164,43 +164,73 @@ static inline void transpose_f64(const char *source, Py_ssize_t stride, Py_ssize
 
 /* ---- stores that bypass the cache ------------------------------------------------------------------------- */
 
-/* The bytes of a row that wait for the rest of their 64-byte line. */
+#ifdef LSTMCELL_X86
+static inline void stream_line(char *target, const char *source) {
+#if defined(__AVX512F__)
+    _mm512_stream_si512((void *)target, _mm512_loadu_si512((const void *)source));
+#elif defined(__AVX__)
+    for (int k = 0; k < 64; k += 32)
+        _mm256_stream_si256((__m256i *)(target + k), _mm256_loadu_si256((const __m256i *)(source + k)));
+#else
+    for (int k = 0; k < 64; k += 16)
+        _mm_stream_si128((__m128i *)(target + k), _mm_loadu_si128((const __m128i *)(source + k)));
+#endif
+}
+#endif
+
+/* What waits for the rest of its 64-byte line: the `count` last bytes so far of a row, at the end of `bytes`, and its
+ * `head_count` first ones, where the end of the row before it shares their line. */
 typedef struct {
     char bytes[64];
+    char head[64];
     Py_ssize_t count;
+    Py_ssize_t head_count;
 } lstmcell_carry;
 
-/* Writes `count` bytes that follow those of `carry`, past the cache in whole 64-byte lines of the target; what is left
- * of the last line waits in `carry` for the next call, unless these are the `last` bytes of the row. The 64 bytes
- * before `source` are overwritten. */
-static inline void stream_bytes(char *target, char *source, Py_ssize_t count, int last, lstmcell_carry *carry) {
+/* Writes `count` bytes that follow those of `carry`, past the cache in whole 64-byte lines of the target. What is left of
+ * the last line waits in `carry` for the next call; if these are the `last` bytes of the row, it joins the head of the
+ * `next` row, which follows in memory, or waits there for it, or is written as it is where there is none. Bytes before
+ * the first line are written as they are, or wait if `keep_head`. Parts of a line are moved as 64 bytes, which takes one
+ * instruction; the 64 bytes before and after the `count` at `source` are overwritten. */
+static inline void stream_bytes(char *target, char *source, Py_ssize_t count, int keep_head, int last,
+                                lstmcell_carry *carry, lstmcell_carry *next) {
 #ifdef LSTMCELL_X86
-    if (carry->count) {
+    Py_ssize_t b = 0, rest;
+    if (((uintptr_t)target & 63u) | (count & 63) | carry->count) {
+        memcpy(source - 64, carry->bytes, 64);
         source -= carry->count;
         target -= carry->count;
         count += carry->count;
-        memcpy(source, carry->bytes, (size_t)carry->count);
-    }
-    Py_ssize_t b = (Py_ssize_t)(-(uintptr_t)target & 63u);
-    if (b) { /* the row's first bytes, not on a line */
+        carry->count = 0;
+        b = (Py_ssize_t)(-(uintptr_t)target & 63u); /* the row's first bytes, not on a line */
         if (b > count) b = count;
-        memcpy(target, source, (size_t)b);
+        if (keep_head) {
+            memcpy(carry->head, source, 64);
+            carry->head_count = b;
+        } else {
+            memcpy(target, source, (size_t)b);
+        }
     }
-    for (; b + 64 <= count; b += 64)
-#if defined(__AVX512F__)
-        _mm512_stream_si512((void *)(target + b), _mm512_loadu_si512((const void *)(source + b)));
-#elif defined(__AVX__)
-        for (int k = 0; k < 64; k += 32)
-            _mm256_stream_si256((__m256i *)(target + b + k), _mm256_loadu_si256((const __m256i *)(source + b + k)));
+#pragma GCC unroll 4
+    for (; b + 64 <= count; b += 64) stream_line(target + b, source + b);
+    rest = count - b;
+    if (!rest) return;
+    if (last && !next) {
+        memcpy(target + b, source + b, (size_t)rest);
+    } else if (last && next->head_count) {
+        memcpy(source + count, next->head, 64);
+        next->head_count = 0;
+        stream_line(target + b, source + b);
+    } else {
+        lstmcell_carry *holder = last ? next : carry;
+        memcpy(holder->bytes, source + count - 64, 64);
+        holder->count = rest;
+    }
 #else
-        for (int k = 0; k < 64; k += 16)
-            _mm_stream_si128((__m128i *)(target + b + k), _mm_loadu_si128((const __m128i *)(source + b + k)));
-#endif
-    carry->count = last ? 0 : count - b;
-    if (b < count) memcpy(last ? target + b : carry->bytes, source + b, (size_t)(count - b));
-#else
+    (void)keep_head;
     (void)last;
     (void)carry;
+    (void)next;
     memcpy(target, source, (size_t)count);
 #endif
 }
@@ -216,6 +246,7 @@ static inline void stream_fence(void) {
 /* Written as volatile assembly: GCC takes a function that does nothing but prefetch for one without effect, and drops
  * the calls. */
 static inline void prefetch_bytes(const char *p, Py_ssize_t count) {
+#pragma GCC unroll 8
     for (Py_ssize_t b = 0; b < count; b += 64)
 #if defined(LSTMCELL_X86)
         __asm__ volatile("prefetcht1 %0" : : "m"(p[b]));

@@ -433,13 +433,8 @@ def in_small_parts(inputs):
     return LSTMCellGradients(*(np.concatenate([part[k] for part in parts]) for k in (0, 1)), bias)
 
 
-@pytest.mark.parametrize("name", ["float32", "float64", "float16"])
-@pytest.mark.parametrize("width", [333, 512, 4100, 70_001])
-@pytest.mark.parametrize(
-    ("layout", "offset"), [("contiguous", 0), ("contiguous", 1), ("slice_of_wider", 4), ("fortran", 0)]
-)
-def test_large_outputs_that_bypass_the_cache(isa, name, width, layout, offset):
-    """Whole lines are written past the cache; their ragged ends must be right and nothing beside them written."""
+def check_past_the_cache(name, width, layout, offset):
+    """Large outputs have the bits of small ones, and nothing beside them is written."""
     inputs = make_inputs(3, width, np.dtype(name), seed=34)
     rows = 36 * 1024 * 1024 // (13 * inputs.cx.itemsize * width) + 1
     inputs = Inputs(*(np.resize(x, (rows, x.shape[1])) for x in inputs))
@@ -451,6 +446,31 @@ def test_large_outputs_that_bypass_the_cache(isa, name, width, layout, offset):
             assert np.ascontiguousarray(a).tobytes() == b.tobytes()
         for guarded in outputs:
             guarded.assert_guards_intact()
+
+
+@pytest.mark.parametrize("name", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("width", [333, 512, 4100, 70_001])
+@pytest.mark.parametrize(
+    ("layout", "offset"), [("contiguous", 0), ("contiguous", 1), ("slice_of_wider", 4), ("fortran", 0)]
+)
+def test_large_outputs_that_bypass_the_cache(isa, name, width, layout, offset):
+    """Whole lines are written past the cache; their ragged ends must be right and nothing beside them written."""
+    check_past_the_cache(name, width, layout, offset)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "offset"),
+    [
+        *itertools.product(["float32"], [31, 32, 144, 145, 256], [4, 60]),
+        ("float64", 16, 8),
+        ("float64", 137, 40),
+        ("float16", 64, 2),
+        ("float16", 200, 62),
+    ],
+)
+def test_rows_that_share_lines(name, width, offset):
+    """The end of one output row and the beginning of the next fill a line together, in one tile and in several."""
+    check_past_the_cache(name, width, "contiguous", offset)
 
 
 def test_guards_see_a_stray_write():
