@@ -211,9 +211,9 @@ cpdef int choose_threads(object num_threads, Py_ssize_t batch, Py_ssize_t hidden
 cdef enum:
     ALIGNMENT = 64
     # Bytes that a call moves from which on outputs bypass the cache; measured, see benches/README.md.
-    STREAMING_BYTES = 32 * 1024 * 1024
+    STREAMING_BYTES = 0x2000000     # 32 MiB; a product would stop Cython where its overflow checks are on
     # Bytes from which on inputs come from memory, and are prefetched.
-    PREFETCH_BYTES = 32 * 1024 * 1024
+    PREFETCH_BYTES = 0x2000000
 
 
 cdef object allocate(int axes, Py_ssize_t rows, Py_ssize_t columns, object dtype):
