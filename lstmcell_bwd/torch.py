@@ -58,12 +58,6 @@ def _bits(tensor: Tensor) -> Any:
     return tensor.view(torch.int16).numpy().view(_bfloat16())
 
 
-def _arrays(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
-    """Return the arrays that have the memory of CPU tensors of one dtype."""
-    view = _bits if dtype is torch.bfloat16 else Tensor.numpy
-    return [None if tensor is None else view(tensor) for tensor in tensors]
-
-
 def _threads(cx: Tensor) -> int:
     """Return the threads for a call: what the work pays for, up to PyTorch's number."""
     batch, hidden = cx.shape
@@ -73,9 +67,18 @@ def _threads(cx: Tensor) -> int:
 def _forward_on_cpu(
     input_gates: Tensor, hidden_gates: Tensor, cx: Tensor, input_bias: Tensor | None, hidden_bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    results = _forward_shapes(input_gates, hidden_gates, cx, input_bias, hidden_bias)
-    operands = _arrays(cx.dtype, input_gates, hidden_gates, cx, input_bias, hidden_bias)
-    lstm_cell_forward(*operands, out=_arrays(cx.dtype, *results), device="cpu", num_threads=_threads(cx))
+    array = _bits if cx.dtype is torch.bfloat16 else Tensor.numpy
+    hy, cy, gates = results = _forward_shapes(input_gates, hidden_gates, cx, input_bias, hidden_bias)
+    lstm_cell_forward(
+        array(input_gates),
+        array(hidden_gates),
+        array(cx),
+        None if input_bias is None else array(input_bias),
+        None if hidden_bias is None else array(hidden_bias),
+        out=(array(hy), array(cy), array(gates)),
+        device="cpu",
+        num_threads=_threads(cx),
+    )
     return results
 
 
@@ -96,10 +99,19 @@ def _forward_shapes(
 def _backward_on_cpu(
     grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, gates: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    results = _backward_shapes(grad_hy, grad_cy, cx, cy, gates, has_bias)
-    operands = *_arrays(cx.dtype, grad_hy, grad_cy, cx, cy, gates), has_bias
-    out = _arrays(cx.dtype, *results[:2], results[2] if has_bias else None)
-    lstm_cell_backward(*operands, out=out, device="cpu", num_threads=_threads(cx))
+    array = _bits if cx.dtype is torch.bfloat16 else Tensor.numpy
+    grad_gates, grad_cx, grad_bias = results = _backward_shapes(grad_hy, grad_cy, cx, cy, gates, has_bias)
+    lstm_cell_backward(
+        None if grad_hy is None else array(grad_hy),
+        None if grad_cy is None else array(grad_cy),
+        array(cx),
+        array(cy),
+        array(gates),
+        has_bias,
+        out=(array(grad_gates), array(grad_cx), array(grad_bias) if has_bias else None),
+        device="cpu",
+        num_threads=_threads(cx),
+    )
     return results
 
 
@@ -119,7 +131,9 @@ def _backward_shapes(
 
 # ---- the operators --------------------------------------------------------------------------------------------------
 
-# The low-level interface: `torch.library.custom_op` and `register_autograd` cost twice the time of a small cell.
+# The low-level interface, and no detour through the dispatcher where it has nothing to decide: what runs in Python
+# between two steps finds the caches full of the tensors of the last one, and takes as long as the kernels of a small
+# cell. With `torch.library.custom_op` and `register_autograd` it takes twice as long.
 _library = torch.library.Library("lstmcell_bwd", "DEF")
 _tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 _library.define(
@@ -138,8 +152,14 @@ _library.impl("lstm_cell_forward", _forward_on_npu, "PrivateUse1")  # the dispat
 _library.impl("lstm_cell_backward", _backward_on_npu, "PrivateUse1")
 torch.library.register_fake("lstmcell_bwd::lstm_cell_forward", _forward_shapes, lib=_library)
 torch.library.register_fake("lstmcell_bwd::lstm_cell_backward", _backward_shapes, lib=_library)
+_modes, _recording = torch._C._len_torch_dispatch_stack, torch.is_grad_enabled
 _forward = torch.ops.lstmcell_bwd.lstm_cell_forward.default
 _backward = torch.ops.lstmcell_bwd.lstm_cell_backward.default
+
+
+def _plain(cx: Tensor, gates: Tensor) -> bool:
+    """Whether the dispatcher would go straight to the CPU's kernel: no subclasses, and no mode that wants to know."""
+    return type(cx) is type(gates) is Tensor and cx.is_cpu and not _modes()
 
 
 class _Cell(torch.autograd.Function):
@@ -158,8 +178,11 @@ class _Cell(torch.autograd.Function):
         input_bias: Tensor | None,
         hidden_bias: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            hy, cy, gates = _forward(input_gates, hidden_gates, cx, input_bias, hidden_bias)
+        if _plain(cx, input_gates):
+            hy, cy, gates = _forward_on_cpu(input_gates, hidden_gates, cx, input_bias, hidden_bias)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                hy, cy, gates = _forward(input_gates, hidden_gates, cx, input_bias, hidden_bias)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cx, cy, gates)
         return hy, cy, gates
@@ -171,8 +194,9 @@ class _Cell(torch.autograd.Function):
         cx, cy, gates = ctx.saved_tensors
         *_, input_bias, hidden_bias = ctx.needs_input_grad
         has_bias = input_bias or hidden_bias
-        # Gradients are being recorded here only if the caller will differentiate them again (create_graph=True).
-        backward = _composite_backward if torch.is_grad_enabled() else _backward
+        backward = _backward_on_cpu if _plain(cx, gates) else _backward
+        if _recording():  # only where the caller will differentiate the gradients (create_graph=True)
+            backward = _composite_backward
         grad_gates, grad_cx, grad_bias = backward(grad_hy, grad_cy, cx, cy, gates, has_bias)
         if grad_activated is not None:
             further = grad_activated * _slopes(gates)
@@ -187,7 +211,7 @@ class _Cell(torch.autograd.Function):
         )
 
 
-# Without the detour through `Function.apply`, whose Python code takes as long as the kernel of a small cell.
+# Without the Python code of `Function.apply`.
 _recorded_forward = super(torch.autograd.Function, _Cell).apply
 _library.impl("lstm_cell_forward", _recorded_forward, "Autograd")
 
@@ -229,30 +253,34 @@ def _composite_backward(
 
 
 def _check(
-    name: str,
-    tensor: Tensor,
-    cx: Tensor,
-    autocast: bool,
-    symbols: str,
-    shape: tuple[int, ...],
-    input: Tensor | None = None,
+    input: Tensor, hx: Tensor, cx: Tensor, weight_ih: Tensor, weight_hh: Tensor, biases: Any, autocast: bool
 ) -> None:
-    """Raise the package's error for a tensor of the wrong type, device or dtype, or not of the shape that cx wants.
+    """Raise the package's errors for tensors of the wrong type, device, dtype or shape; cx sets what is right.
 
-    With `input`, it is that tensor which wants the shape. Under autocast dtypes may differ.
+    Under autocast dtypes may differ.
     """
-    if not isinstance(tensor, Tensor):
-        raise wrong_type(name, "a torch.Tensor", tensor)
-    if tensor.device != cx.device:
-        raise bad_argument(name, f"be on {cx.device} like `cx`", tensor.device)
-    if tensor.dtype != cx.dtype and not (autocast and tensor.is_floating_point()):
-        raise wrong_dtype(name, f"{_plain(cx)} like `cx`", _plain(tensor))
-    if tensor.shape != shape:
-        other, like = ("cx", cx) if input is None else ("input", input)
-        raise wrong_shape(name, symbols, shape, other, tuple(like.shape), tuple(tensor.shape))
+    batch, hidden = cx.shape
+    dtype, device, width = cx.dtype, cx.device, 4 * hidden
+    size = input.shape[-1:] if isinstance(input, Tensor) else ()
+    for name, tensor, symbols, shape in (
+        ("hx", hx, "(N, H)", (batch, hidden)),
+        ("input", input, "(N, I)", (batch, *size)),
+        ("weight_ih", weight_ih, "(4*H, I)", (width, *size)),
+        ("weight_hh", weight_hh, "(4*H, H)", (width, hidden)),
+        *((name, bias, "(4*H,)", (width,)) for name, bias in biases if bias is not None),
+    ):
+        if not isinstance(tensor, Tensor):
+            raise wrong_type(name, "a torch.Tensor", tensor)
+        if tensor.device != device:
+            raise bad_argument(name, f"be on {device} like `cx`", tensor.device)
+        if tensor.dtype is not dtype and not (autocast and tensor.is_floating_point()):
+            raise wrong_dtype(name, f"{_dtype_name(cx)} like `cx`", _dtype_name(tensor))
+        if tensor.shape != shape:
+            other, like = ("input", input) if name == "weight_ih" else ("cx", cx)
+            raise wrong_shape(name, symbols, shape, other, tuple(like.shape), tuple(tensor.shape))
 
 
-def _plain(tensor: Tensor) -> str:
+def _dtype_name(tensor: Tensor) -> str:
     """Return the name of a tensor's dtype as NumPy has it."""
     return str(tensor.dtype).removeprefix("torch.")
 
@@ -311,17 +339,7 @@ def lstm_cell(
     if cx.dim() != 2:
         raise wrong_rank("cx", tuple(cx.shape))
     autocast = place != "meta" and torch.is_autocast_enabled(place)
-    batch, hidden = cx.shape
-    width = 4 * hidden
-    _check("hx", state, cx, autocast, "(N, H)", (batch, hidden))
-    _check("weight_hh", weight_hh, cx, autocast, "(4*H, H)", (width, hidden))
-    size = input.shape[-1:] if isinstance(input, Tensor) else ()
-    _check("input", input, cx, autocast, "(N, I)", (batch, *size))
-    _check("weight_ih", weight_ih, cx, autocast, "(4*H, I)", (width, *size), input)
-    if bias_ih is not None:
-        _check("bias_ih", bias_ih, cx, autocast, "(4*H,)", (width,))
-    if bias_hh is not None:
-        _check("bias_hh", bias_hh, cx, autocast, "(4*H,)", (width,))
+    _check(input, state, cx, weight_ih, weight_hh, (("bias_ih", bias_ih), ("bias_hh", bias_hh)), autocast)
     products = linear(input, weight_ih), linear(state, weight_hh)
     if autocast:
         products = tuple(product.to(cx.dtype) for product in products)

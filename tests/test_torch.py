@@ -4,8 +4,10 @@ import copy
 import importlib
 import itertools
 import pickle
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ module = importlib.import_module("lstmcell_bwd.torch")
 forward = torch.ops.lstmcell_bwd.lstm_cell_forward.default
 backward = torch.ops.lstmcell_bwd.lstm_cell_backward.default
 
+ROOT = Path(__file__).resolve().parents[1]
 BATCH, INPUT, HIDDEN = 4, 3, 5
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 # Which of the two biases there are.
@@ -443,6 +446,31 @@ def test_compiled_by_inductor(compiler):
         torch.testing.assert_close(result, expected)
 
 
+def test_modes_see_the_operators():
+    """Those that record and those that compute no values, also in the backward pass."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def gradient(*given):
+        return torch.autograd.grad(called(*given)[0].sum(), given[2])[0]
+
+    given = arguments(torch.float32)
+    targets = [str(node.target) for node in make_fx(gradient)(*given).graph.nodes]
+    assert {"lstmcell_bwd.lstm_cell_forward.default", "lstmcell_bwd.lstm_cell_backward.default"} < set(targets)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in given]
+        assert gradient(*fakes).shape == (BATCH, HIDDEN)
+
+
+def test_export(tmp_path):
+    cell = LSTMCell(INPUT, HIDDEN)
+    x, state = torch.randn(BATCH, INPUT), tuple(torch.randn(2, BATCH, HIDDEN))
+    exported = torch.export.export(cell, (x, state))
+    assert "lstmcell_bwd.lstm_cell_forward.default" in exported.graph_module.code
+    for result, wanted in zip(exported.module()(x, state), cell(x, state), strict=True):
+        assert torch.equal(result, wanted)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_recording(mode):
     given = arguments(torch.float32)
@@ -591,3 +619,56 @@ def test_without_pytorch():
     )
     text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
     assert text == "torch lstmcell_bwd.torch needs PyTorch: pip install 'lstmcell_bwd[torch]'\n"
+
+
+# ---- README, example, benchmark ------------------------------------------------------------------------------------
+
+
+def test_readme():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (example,) = [code for code in blocks if "lstmcell_bwd.torch" in code]
+    assert len(example.splitlines()) <= 10
+    names = {}
+    exec(example, names)
+    assert type(names["cell"]) is LSTMCell
+    assert all(parameter.grad.abs().sum() > 0 for parameter in names["cell"].parameters())
+
+
+def test_example_with_one_line_changed():
+    """The same losses with PyTorch's cell; they fall."""
+    source = (ROOT / "examples" / "character_lstm.py").read_text()
+    (line,) = re.findall(
+        r"^from lstmcell_bwd\.torch import LSTMCell.*: (from torch\.nn import LSTMCell)$", source, re.M
+    )
+    theirs = re.sub(r"^from lstmcell_bwd\.torch import LSTMCell.*$", line, source, flags=re.M)
+    runs = []
+    for code in (source, theirs):
+        names = {"__name__": "example"}
+        exec(compile(code, "character_lstm.py", "exec"), names)
+        runs.append(list(names["train"](names["Settings"](hidden=32, batch=16, steps=8, updates=25))))
+    assert names["LSTMCell"] is torch.nn.LSTMCell
+    np.testing.assert_allclose(*runs, rtol=1e-3)
+    assert runs[0][-1] < runs[0][0] - 1
+
+
+def test_benchmark(monkeypatch):
+    """Both cells are measured on the same work, and lost cases stay in the table."""
+    monkeypatch.syspath_prepend(ROOT)
+    from benches import measure, torch_cell
+
+    monkeypatch.setattr(measure, "take_turns", lambda turns: take_turns(turns, 1))
+    take_turns = measure._rule.take_turns
+    row = torch_cell.measure_size([2, 3, 5, 4])
+    plane = (
+        4 * 2 * 5
+    )  # bytes of N x H numbers; of four steps: gates 4 x 4, hy 3, cy 4 or cy 3 and tanh(cy) 4, first state 1
+    assert row["kept"] == {"PyTorch": 27 * plane, "lstmcell_bwd": 24 * plane}
+    row |= {"size": "2x3x5x4", "threads": 1}
+    row["whole step"] = {"seconds": {"PyTorch": [1e-3, 1e-3], "lstmcell_bwd": [2e-3, 2e-3]}, "ratio": [0.4, 0.5]}
+    results = {"facts": torch_cell.facts(), "versions": {"torch": "2"}, "missing": {}, "rows": [row]}
+    line = torch_cell.table(results).splitlines()[2]
+    assert line.startswith("| 2, 3, 5, 4 | 1 | ") and "| 1 ms | 2 ms | **0.50 (0.40)** |" in line
+    page = "a\n<!-- torch-cell:begin -->\nold\n<!-- torch-cell:end -->\nb\n"
+    assert torch_cell.replaced(page, "new") == page.replace("old", "new")
+    with pytest.raises(ValueError, match="once"):
+        torch_cell.replaced("nothing", "new")
