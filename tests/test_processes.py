@@ -70,7 +70,12 @@ def run(tmp_path, body, before="", **environment):
             [sys.executable, script], env=variables | environment, stdout=out, stderr=err, start_new_session=True
         )
         try:
-            process.wait(LIMIT)
+            for _ in range(2 * LIMIT):  # by halves of seconds: a machine that stands still makes no test fail
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.5)
+                    break
+            else:
+                pytest.fail(f"the script has not ended after {LIMIT} seconds")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -95,6 +100,12 @@ def digests(seeds):
 
 
 linux = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
+
+
+def test_a_script_that_hangs_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "LIMIT", 1)
+    with pytest.raises(pytest.fail.Exception, match="has not ended after 1 seconds"):
+        run(tmp_path, "time.sleep(100)")
 
 
 @linux
