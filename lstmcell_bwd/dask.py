@@ -104,7 +104,7 @@ def lstm_cell_backward(
     >>> one = da.ones((64, 8), chunks=(32, -1), dtype="float32")
     >>> gradients = lstm_cell_backward(one, one, one, one, da.ones((64, 32), chunks=(32, -1), dtype="float32"))
     >>> gradients.grad_cx
-    dask.array<grad_cx, shape=(64, 8), dtype=float32, chunksize=(32, 8), chunktype=numpy.ndarray>
+    dask.array<grad_cx_of, shape=(64, 8), dtype=float32, chunksize=(32, 8), chunktype=numpy.ndarray>
     """
     if rechunk is not True and rechunk is not False:
         raise wrong_type("rechunk", "a bool", rechunk)

@@ -1,15 +1,18 @@
 """The backward pass over Dask arrays: the bits of one call, laziness, errors, a cluster that loses a worker."""
 
+import contextlib
+import doctest
+import functools
 import itertools
-import os
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 import simulation
-from strategies import assert_same_bits, make_inputs, plain_call
+from strategies import Inputs, assert_same_bits, make_inputs, plain_call
 
 import lstmcell_bwd
 from lstmcell_bwd import BIAS_LEAF_ROWS, LSTMCellGradients, lstm_cell_backward
@@ -23,6 +26,9 @@ import distributed  # noqa: E402
 from dask.callbacks import Callback  # noqa: E402
 
 import lstmcell_bwd.dask  # noqa: E402
+
+# At the end: the package under test is the installed one.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 L = BIAS_LEAF_ROWS
 # Missing gradients, has_bias.
@@ -107,6 +113,13 @@ def test_one_dask_array_among_numpy_arrays(dtype, field):
     gradients = lstmcell_bwd.dask.lstm_cell_backward(*mixed)
     assert gradients.grad_gates.chunks == ((L, 0, 2 * L, 1), (16,))
     assert_same_bits(computed(gradients, scheduler="sync"), plain_call(inputs))
+
+
+def test_one_array_in_several_places():
+    x = da.from_array(make_inputs(2 * L, 5, seed=12).cx, chunks=(L, -1))
+    arrays = Inputs(x, x, x, x, da.concatenate([x, x, x, x], axis=1).rechunk((L, -1)))
+    gradients = lstmcell_bwd.dask.lstm_cell_backward(*arrays)
+    assert_same_bits(computed(gradients, scheduler="sync"), plain_call(Inputs(*dask.compute(*arrays))))
 
 
 def test_other_layouts_byte_orders_and_lists():
@@ -374,6 +387,10 @@ def test_arrays_on_an_npu():
         on_npu.close()
 
 
+def test_example_of_the_docstring():
+    assert doctest.testmod(lstmcell_bwd.dask) == (0, 5)
+
+
 def test_without_dask_the_import_says_what_to_install():
     code = (
         "import sys; sys.modules['dask'] = None; import lstmcell_bwd\n"
@@ -453,10 +470,57 @@ def test_a_worker_is_killed_in_mid_run(client, tmp_path):
 
     arrays = chunked(inputs, L)
     arrays = arrays._replace(gates=arrays.gates.map_blocks(passed_on, meta=arrays.gates._meta))
-    before = set(client.run(os.getpid).values())
     gradients = lstmcell_bwd.dask.lstm_cell_backward(*arrays)
     assert_same_bits(on_cluster(client, gradients), plain_call(inputs))
     assert (tmp_path / "killed").exists()
+    # The chunk that killed it and the two before were computed twice.
     assert len(log.read_text().split()) >= 13 + 3
-    client.wait_for_workers(3, timeout=120)
-    assert len(before - set(client.run(os.getpid).values())) == 1
+
+
+# ---- the benchmark --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dask_chunks():
+    return pytest.importorskip("benches.dask_chunks", reason="the benchmarks are in the source tree alone")
+
+
+def test_benchmark(client, dask_chunks, monkeypatch, capsys):
+    """It runs with both schedulers and prints a row for each size; what it times computes every chunk anew."""
+    runs = Counter()
+
+    @contextlib.contextmanager
+    def schedulers(workers):
+        def counted(name, persist, *collections):
+            runs[name] += 1
+            return persist(*collections)
+
+        threads = functools.partial(dask.persist, scheduler="threads", num_workers=workers)
+        cluster = functools.partial(dask_chunks.on_cluster, client)
+        yield {
+            "threads": functools.partial(counted, "threads", threads),
+            "cluster": functools.partial(counted, "cluster", cluster),
+        }
+
+    monkeypatch.setattr(dask_chunks, "schedulers", schedulers)
+    monkeypatch.setattr(dask_chunks, "take_turns", functools.partial(dask_chunks.take_turns, rounds=1))
+    for name, value in {"HIDDEN": 8, "CHUNKS": 2, "FEW": 1, "MANY": 2}.items():
+        monkeypatch.setattr(dask_chunks, name, value)
+    monkeypatch.setattr(sys, "argv", ["dask_chunks", str(L), str(2 * L)])
+    dask_chunks.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" for a call")[0].split(":")[0] for line in lines[2:4]] == ["Dask, threads", "Dask, cluster"]
+    assert [line.split(" | ")[0] for line in lines[-2:]] == [f"| {L}", f"| {2 * L}"]
+    assert all(line.count("|") == 7 for line in lines[-4:])
+    assert min(runs["threads"], runs["cluster"]) >= 4 * (1 + 4)
+
+
+def test_benchmark_times_the_operator(client, dask_chunks):
+    arrays = dask_chunks.on_cluster(client, *dask_chunks.lazy_inputs(3, 2 * L, 8))
+    results = []
+    for _ in range(2):
+        dask_chunks.call(lambda *gradients: results.append(dask_chunks.on_cluster(client, *gradients)), arrays)
+    first, second = (LSTMCellGradients(*client.gather(client.compute(list(result)))) for result in results)
+    assert_same_bits(first, second)
+    assert_same_bits(first, plain_call([np.tile(x, (6, 1)) for x in dask_chunks.data.inputs(L, 8)]))
+    assert not {x.name for x in results[0]} & {x.name for x in results[1]}

@@ -4,6 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+import strategies
+
+import lstmcell_bwd
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -19,6 +22,17 @@ def test_the_ten_line_example_runs():
     names = {}
     exec(example, names)  # its own assertions are part of it
     assert abs(names["grad_bias"] - names["grad_gates"].sum(axis=0)).max() < 1e-4
+
+
+def test_the_example_in_dask_runs():
+    dask = pytest.importorskip("dask", reason="dask is not installed")
+    (example,) = [code for code in examples("python") if "dask" in code]
+    assert len(example.splitlines()) <= 10
+    names = {}
+    exec(example, names)
+    inputs = dask.compute(*(names[name] for name in strategies.NAMES))
+    result = lstmcell_bwd.LSTMCellGradients(*(names[name] for name in strategies.OUTPUTS))
+    strategies.assert_same_bits(result, strategies.plain_call(inputs))
 
 
 @pytest.mark.parametrize("ending", ["lstmcell-bwd demo", ".venv/bin/pytest"])

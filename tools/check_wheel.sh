@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One wheel, as it would be published: built against NumPy 2, repaired (with its own copy of the OpenMP runtime), and the
-# suite against it, without the source tree, twice: with the oldest NumPy that is promised; with the newest, beside
+# suite against it, without the source tree, twice: with the oldest NumPy and Dask that are promised; with the newest, beside
 # PyTorch and scikit-learn, which bring OpenMP runtimes of their own.
 #     bash tools/check_wheel.sh
 . "$(dirname "$0")/environment.sh"
@@ -29,5 +29,5 @@ suite_against_wheel() { # suite_against_wheel NAME PACKAGE ...: in a fresh envir
         --deselect tests/test_cli.py::test_benchmarks_use_the_same_rule_and_expression)
 }
 
-suite_against_wheel oldest "numpy==1.26.4" "ml_dtypes<0.6" "matplotlib<3.10"
+suite_against_wheel oldest "numpy==1.26.4" "ml_dtypes<0.6" "matplotlib<3.10" "dask[array]==2025.1.0" "distributed==2025.1.0"
 suite_against_wheel newest numpy torch==2.13.0 scikit-learn
