@@ -181,14 +181,16 @@ def two_sum(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any
 def exact_sum(terms: list[NDArray[Any]]) -> NDArray[Any]:
     """Return the sum of the terms, rounded about once however much cancels; where it overflows as plain addition."""
     parts: list[NDArray[Any]] = list(np.broadcast_arrays(*terms))
-    plain = sum(parts[1:], start=parts[0])
+    with np.errstate(all="ignore"):
+        plain = sum(parts[1:], start=parts[0])
     # Each pass moves the sum to the end and leaves what was cut off (Ogita, Rump and Oishi, Accurate Sum and Dot
     # Product): as if added in four times the precision.
-    for _ in range(3):
-        for k in range(1, len(parts)):
-            parts[k], parts[k - 1] = two_sum(parts[k], parts[k - 1])
-    total = sum(parts[1:], start=parts[0])
-    total = np.where(total == 0, 0 * plain, total)  # with the sign that a zero has
+    with np.errstate(all="ignore"):
+        for _ in range(3):
+            for k in range(1, len(parts)):
+                parts[k], parts[k - 1] = two_sum(parts[k], parts[k - 1])
+        total = sum(parts[1:], start=parts[0])
+        total = np.where(total == 0, 0 * plain, total)  # with the sign that a zero has
     return np.where(np.isfinite(total), total, plain)
 
 

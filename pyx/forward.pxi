@@ -11,7 +11,8 @@
 # e) With a bias, a is a sum of three or four terms, which can cancel until nothing but rounding errors are left, and
 #    tanh hands a relative error on. So rounding errors are carried along (Knuth's two-sum): the sum of the two biases
 #    is kept as a pair of numbers, made once per call, and a is rounded once at its end.
-# f) Inf, NaN, |a| past 87 (708 in float64) and |cy| past 43.5 (354) become a NaN in hy, and the row is computed again.
+# f) Two things the fast rows do not treat, and the row is computed again: a below -87 (-708 in float64), where sigmoid
+#    nears underflow, which they report, and sums that are not finite, which end as a NaN in hy.
 
 # ---- scalar formulas --------------------------------------------------------------------------------------------
 
@@ -34,31 +35,47 @@ cdef inline real_t biased_sum(real_t x, real_t y, real_t bias, real_t bias_exces
     return total - over
 
 
-cdef inline real_t sigmoid_of(real_t a, real_t one, bint careful) noexcept nogil:
-    """1 / (1 + exp(-a)) from E = exp(-|a|), which keeps its digits at both ends.
+cdef inline real_t last_normal(real_t one) noexcept nogil:
+    """The largest |a| for which exp(-a) and exp(a) are normal numbers whose exponents `power_of_two` can make."""
+    return <real_t>87 if real_t is float else <real_t>708
 
-    Unless careful, NaN for |a| above 87 (708 in float64) and for NaN.
+
+cdef inline real_t sigmoid_of(real_t a, real_t one) noexcept nogil:
+    """1 / (1 + exp(-a)), which keeps its digits at both ends; above 87 (708 in float64) it is 1.
+
+    Below -87 (-708) the result means nothing.
     """
-    cdef real_t r, scale, s_last, e, d
-    split_exponential(a * <real_t>0.5, one, careful, &r, &scale, &s_last)
-    e = scale + scale * exponential_minus_one(r)
-    if careful:
-        e = e * s_last
-    d = one + e
-    if not careful:
-        if real_t is float:
-            d = d if with_sign(a, one) <= f32_bits((FAST_LIMIT_F32 >> 1) + 0x00800000u) else f32_bits(0x7fc00000u)
-        else:
-            d = d if with_sign(a, one) <= f64_bits((FAST_LIMIT_F64 >> 1) + 0x0010000000000000u) else f64_bits(
-                0x7ff8000000000000u)
-    return (e if a < 0 else one) / d
+    cdef real_t limit = last_normal(one)
+    cdef real_t x = limit if a > limit else a
+    cdef real_t shifted, n, r, scale
+    if real_t is float:
+        shifted = x * F32_LOG2E + magic(one)
+        n = shifted - magic(one)
+        r = (n * F32_LN2_HI - x) + n * F32_LN2_LO
+    else:
+        shifted = x * F64_LOG2E + magic(one)
+        n = shifted - magic(one)
+        r = (n * F64_LN2_HI - x) + n * F64_LN2_LO
+    scale = power_of_two(shifted)
+    return one / (one + (scale + scale * exponential_minus_one(r)))
 
 
-cdef inline real_t tanh_of(real_t x, real_t one, bint careful) noexcept nogil:
-    """tanh. Unless careful, NaN for |x| above 43.5 (354 in float64) and for NaN."""
+cdef inline real_t careful_sigmoid_of(real_t a, real_t one) noexcept nogil:
+    """As `sigmoid_of`, for any a: far below, where 1 + exp(a) is 1, it is exp(a), down to underflow."""
+    cdef real_t limit = last_normal(one)
+    cdef real_t r, scale, s_last
+    split_exponential(a * <real_t>0.5, one, True, &r, &scale, &s_last)
+    return (scale + scale * exponential_minus_one(r)) * s_last if a < -limit else sigmoid_of(
+        -limit if a < -limit else a, one)
+
+
+cdef inline real_t tanh_of(real_t x, real_t one) noexcept nogil:
+    """tanh, of any x: from |x| = 43.5 (354 in float64) on it has long been 1."""
+    cdef real_t limit = last_normal(one) * <real_t>0.5
+    cdef real_t size = with_sign(x, one)
     cdef real_t r, scale, s_last, t, s
-    split_exponential(x, one, careful, &r, &scale, &s_last)
-    tanh_pair(x, exponential_minus_one(r), scale, one, careful, &t, &s)
+    split_exponential(limit if size > limit else size, one, False, &r, &scale, &s_last)
+    tanh_pair(x, exponential_minus_one(r), scale, one, True, &t, &s)
     return t
 
 
@@ -80,18 +97,28 @@ cdef void biased_sum_row(real_t one, Py_ssize_t count,
         a[j] = biased_sum(<real_t>x[j], <real_t>y[j], <real_t>bias[j], <real_t>bias_excess[j], False)
 
 
-cdef void sigmoid_row(real_t one, Py_ssize_t count,
+cdef bint sigmoid_row(real_t one, Py_ssize_t count,
                       row_t a) noexcept nogil:                                                               # INOUT
+    """sigmoid(a); whether all of it is valid (design note f)."""
     cdef Py_ssize_t j
+    cdef real_t x
+    cdef uint32_t narrow = 0
+    cdef uint64_t wide = 0
     for j in range(count):
-        a[j] = sigmoid_of(<real_t>a[j], one, False)
+        x = a[j]
+        a[j] = sigmoid_of(x, one)
+        if real_t is float:
+            narrow |= <uint32_t>(x < -last_normal(one))
+        else:
+            wide |= <uint64_t>(x < -last_normal(one))
+    return (narrow == 0) if real_t is float else (wide == 0)
 
 
 cdef void tanh_row(real_t one, Py_ssize_t count,
                    row_t a) noexcept nogil:                                                                  # INOUT
     cdef Py_ssize_t j
     for j in range(count):
-        a[j] = tanh_of(<real_t>a[j], one, False)
+        a[j] = tanh_of(<real_t>a[j], one)
 
 
 cdef void cell_row(real_t one, Py_ssize_t count,
@@ -111,7 +138,7 @@ cdef bint hidden_row(real_t one, Py_ssize_t count,
     cdef uint32_t narrow = 0
     cdef uint64_t wide = 0
     for j in range(count):
-        h = <real_t>o[j] * tanh_of(<real_t>cy[j], one, False)
+        h = <real_t>o[j] * tanh_of(<real_t>cy[j], one)
         hy[j] = h
         if real_t is float:
             narrow |= bits_f32(h - h)
@@ -140,17 +167,17 @@ cdef void careful_activation_row(real_t one, Py_ssize_t count,
     cdef Py_ssize_t j
     cdef real_t in_gate, forget_gate, cell_gate, out_gate, cell
     for j in range(count):
-        in_gate = sigmoid_of(<real_t>i[j], one, True)
-        forget_gate = sigmoid_of(<real_t>f[j], one, True)
-        cell_gate = tanh_of(<real_t>g[j], one, True)
-        out_gate = sigmoid_of(<real_t>o[j], one, True)
+        in_gate = careful_sigmoid_of(<real_t>i[j], one)
+        forget_gate = careful_sigmoid_of(<real_t>f[j], one)
+        cell_gate = tanh_of(<real_t>g[j], one)
+        out_gate = careful_sigmoid_of(<real_t>o[j], one)
         cell = forget_gate * <real_t>cx[j] + in_gate * cell_gate
         i[j] = in_gate
         f[j] = forget_gate
         g[j] = cell_gate
         o[j] = out_gate
         cy[j] = cell
-        hy[j] = out_gate * tanh_of(cell, one, True)
+        hy[j] = out_gate * tanh_of(cell, one)
 
 
 # ---- one tile ---------------------------------------------------------------------------------------------------
@@ -173,6 +200,7 @@ cdef void forward_row(real_t one, row_t kind, const Call* call, const ForwardBuf
     cdef real_t* bias = <real_t*>buffers.bias + column
     cdef Py_ssize_t lane = GATES * call.hidden
     cdef const Plane* plane
+    cdef bint valid = True
     cdef Py_ssize_t k
     for k in range(FORWARD_SOURCES):
         plane = &call.source[k]
@@ -194,11 +222,12 @@ cdef void forward_row(real_t one, row_t kind, const Call* call, const ForwardBuf
         if k == 2:
             tanh_row(one, count, <row_t>target[k])
         else:
-            sigmoid_row(one, count, <row_t>target[k])
+            valid &= sigmoid_row(one, count, <row_t>target[k])
     prefetch_sources(ahead, 2 * GATES, FORWARD_SOURCES)
     cell_row(one, count, <row_t>source[2 * GATES], <row_t>target[0], <row_t>target[1], <row_t>target[2],
              <row_t>target[4])
-    if hidden_row(one, count, <row_t>target[4], <row_t>target[3], <row_t>target[5]):
+    valid &= hidden_row(one, count, <row_t>target[4], <row_t>target[3], <row_t>target[5])
+    if valid:
         return
     for k in range(GATES):
         careful_sum_row(one, count, call.has_bias, <row_t>source[k], <row_t>source[GATES + k],
