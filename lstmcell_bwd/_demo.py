@@ -1,8 +1,8 @@
 """A character LSTM on real text: what `lstmcell-bwd demo` trains.
 
-One layer, float32, plain NumPy for the matrix products and the optimiser, and a function of the caller's choice for
-the backward pass of the cell. Truncated back-propagation through time: every update continues the text, and the
-state, where the one before it ended.
+One layer, float32, plain NumPy for the matrix products and the optimiser, `lstm_cell_forward` for the cell, and a
+function of the caller's choice for the cell's backward pass. Truncated back-propagation through time: every update
+continues the text, and the state, where the one before it ended.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lstmcell_bwd._api import lstm_cell_forward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -189,29 +191,17 @@ class CharacterLSTM:
         caches : Caches
         logits : ndarray of float32, shape (T, N, characters)
         """
-        hidden, weights = self.hidden, self.weights
+        weights = self.weights
         steps, batch = characters.shape
-        caches = Caches.empty(steps, batch, hidden) if caches is None else caches
+        caches = Caches.empty(steps, batch, self.hidden) if caches is None else caches
         caches.characters[:] = characters
         _, hy, cy, gates = caches
+        # The embedding is the product of the one-hot input with its weights; the activated gates take its place.
         np.take(weights["embedding"], characters, axis=0, out=gates, mode="clip")
-        gates += weights["bias"]
         hy[0], cy[0] = state
         for t in range(steps):
-            activated = gates[t]
-            activated += hy[t] @ weights["recurrent"]
-            i, f, g, o = (activated[:, k * hidden : (k + 1) * hidden] for k in range(4))
-            # sigmoid(a) = tanh(a / 2) / 2 + 1/2, so one tanh serves all four gates
-            for gate in (i, f, o):
-                gate *= 0.5
-            np.tanh(activated, out=activated)
-            for gate in (i, f, o):
-                gate *= 0.5
-                gate += 0.5
-            np.multiply(f, cy[t], out=cy[t + 1])
-            cy[t + 1] += i * g
-            np.tanh(cy[t + 1], out=hy[t + 1])
-            hy[t + 1] *= o
+            out = hy[t + 1], cy[t + 1], gates[t]
+            lstm_cell_forward(gates[t], hy[t] @ weights["recurrent"], cy[t], weights["bias"], out=out)
         return caches, hy[1:] @ weights["output"] + weights["output_bias"]
 
     def backward(

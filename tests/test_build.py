@@ -58,6 +58,28 @@ def test_hot_loops_are_vectorised(module):
         assert len(re.findall(rf"\s{operation}\s.*%ymm", code)) >= 2, operation
 
 
+WIDE = {"avx2": "ymm", "avx512": "zmm"}
+
+
+@NO_BINUTILS
+@pytest.mark.parametrize("module", [x for x in MODULES if "kernel_avx" in x.name], ids=lambda x: x.name.split(".")[0])
+def test_forward_loops_are_vectorised(module):
+    """sigmoid, tanh and tanh of the cell state divide once for each element, in the fast and in the careful rows."""
+    register = WIDE[module.name.split(".")[0].removeprefix("_kernel_")]
+    code = listing(["objdump", "-d", "--no-show-raw-insn"], module)
+    (forward,) = re.findall(r"^[0-9a-f]+ <\S*forward_item>:\n(.*?)\n\n", code, re.MULTILINE | re.DOTALL)
+    for operation in ("vdivps", "vdivpd"):
+        assert len(re.findall(rf"\s{operation}\s.*%{register}", forward)) >= 7, operation
+
+
+@NO_BINUTILS
+@pytest.mark.parametrize("module", [x for x in MODULES if "kernel" in x.name], ids=lambda x: x.name.split(".")[0])
+def test_kernels_call_no_mathematical_library(module):
+    imported = re.findall(r"U (\w+)", listing(["nm", "-D", "--undefined-only"], module))
+    assert "memcpy" in imported
+    assert not [name for name in imported if re.match(r"_?_?(exp|log|tanh|pow|ldexp|fma|round|rint|sqrt)", name)]
+
+
 @NO_BINUTILS
 @pytest.mark.parametrize("module", AVX2, ids=["_kernel_avx2"][: len(AVX2)])
 def test_float32_becomes_float64_in_the_bias_alone(module):

@@ -35,6 +35,14 @@ def test_the_example_in_dask_runs():
     strategies.assert_same_bits(result, strategies.plain_call(inputs))
 
 
+def test_the_forward_example_runs():
+    (example,) = [code for code in examples("python") if "lstm_cell_forward" in code]
+    assert len(example.splitlines()) <= 10
+    names = {}
+    exec(example, names)  # its own assertions are part of it
+    assert names["grad_gates"].shape == names["gates"].shape
+
+
 @pytest.mark.parametrize("ending", ["lstmcell-bwd demo", ".venv/bin/pytest"])
 def test_the_two_commands_stand_alone(ending):
     (command,) = [code.strip() for code in examples("console") if code.strip().endswith(ending)]
