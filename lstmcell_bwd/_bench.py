@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lstmcell_bwd import lstm_cell_backward
+from lstmcell_bwd._api import choose_threads
 from lstmcell_bwd._check import Case, make_inputs
 from lstmcell_bwd._expression import numpy_backward
 from lstmcell_bwd._measure import Quote, repeat, take_turns, turn
@@ -26,7 +27,9 @@ class Row(NamedTuple):
 
     Attributes
     ----------
-    batch, hidden, threads : int
+    batch, hidden : int
+    threads : int
+        The most that a call may use.
     seconds : float
         Median time of one call of `lstm_cell_backward` with `out`.
     numpy_seconds : float
@@ -93,7 +96,9 @@ def measure(sizes: Sequence[tuple[int, int]], rounds: int, limit: Any) -> Iterat
         turns: dict[str, Callable[[], float]] = {"numpy": turn(repeat(numpy_backward, *arrays, out))}
         variants: dict[int, list[str]] = {}
         for threads in THREADS:
-            ours = repeat(lstm_cell_backward, *arrays, out=out, device="cpu", num_threads=threads)
+            # The number is a limit, for this package as for the others: a small call uses fewer.
+            used = choose_threads(None, batch, hidden, threads)
+            ours = repeat(lstm_cell_backward, *arrays, out=out, device="cpu", num_threads=used)
             turns[f"ours {threads}"] = turn(ours)
             runs = limit.contenders(*arrays, *out[:2], num_threads=threads) if limit else {}
             variants[threads] = [f"{name} {threads}" for name in runs]

@@ -758,7 +758,8 @@ def bench(sizes: tuple[tuple[int, int], ...], rounds: int, plot: Path | None, as
     console.print(table)
     console.print(
         f"Median over {rounds} rounds; of ratios the median and, in brackets, the smallest. "
-        "Over the limit: time over that of a kernel that moves the same bytes (1 is the best possible).",
+        "Over the limit: time over that of a kernel that moves the same bytes (1 is the best possible). "
+        "Threads: the most that a call may use; small calls use fewer.",
         style="dim",
         highlight=False,
     )
