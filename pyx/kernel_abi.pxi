@@ -5,11 +5,9 @@ cdef enum:
     ABI_VERSION = 4
     SOURCES = 8        # planes read:    grad_hy, grad_cy, cx, cy and the gates i, f, g, o
     TARGETS = 5        # planes written: the gradients of i, f, g, o and of cx
-    PLANES = 13        # all of them
     # The forward pass: input_gates i, f, g, o, hidden_gates i, f, g, o and cx; the gates i, f, g, o, cy and hy.
     FORWARD_SOURCES = 9
     FORWARD_TARGETS = 6
-    FORWARD_PLANES = 15
     GATES = 4
     LEAF_ROWS = 32     # rows of one leaf of the bias tree; part of the result's definition (BIAS_LEAF_ROWS)
     RUN_ROWS = 4       # rows summed in the arithmetic type before they enter the wide sums; likewise
