@@ -109,10 +109,10 @@ def extensions():
     ]
 
 
-checks = environment_switch("LSTMCELL_BWD_CYTHON_CHECKS")
-setup(
-    ext_modules=cythonize(
-        extensions(),
+def cythonized(modules, checks):
+    """Translate modules to C, with Cython's own run-time checks or without."""
+    return cythonize(
+        modules,
         build_dir="build/cython",
         compiler_directives={
             "language_level": 3,
@@ -121,6 +121,15 @@ setup(
             "cdivision": not checks,
             "embedsignature": True,
         },
-    ),
+    )
+
+
+# Never checked by Cython are the kernels: their arithmetic on the bits of numbers wraps around, and they divide by zero
+# as IEEE 754 has it. The sanitizers watch them.
+modules = extensions()
+kernels = [module for module in modules if "_kernel_" in module.name]
+others = [module for module in modules if module not in kernels]
+setup(
+    ext_modules=cythonized(kernels, False) + cythonized(others, environment_switch("LSTMCELL_BWD_CYTHON_CHECKS")),
     cmdclass={"build_ext": BuildExtensions},
 )
