@@ -29,5 +29,5 @@ suite_against_wheel() { # suite_against_wheel NAME PACKAGE ...: in a fresh envir
         --deselect tests/test_cli.py::test_benchmarks_use_the_same_rule_and_expression)
 }
 
-suite_against_wheel oldest "numpy==1.26.4" "ml_dtypes<0.6" "matplotlib<3.10" "dask[array]==2025.1.0" "distributed==2025.1.0"
+suite_against_wheel oldest "numpy==1.26.4" "dask[array]==2025.1.0" "distributed==2025.1.0"
 suite_against_wheel newest numpy torch==2.13.0 scikit-learn
