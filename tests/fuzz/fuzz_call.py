@@ -1,17 +1,20 @@
 """Coverage-guided fuzzing of the argument checks and the kernel (run by tools/fuzz.sh).
 
-Each input of the fuzzer is read as one call: shapes, layouts, dtypes, missing gradients, special values, outputs and
-their overlap with inputs, threads and instruction set, sometimes with an argument spoilt. Then
+Each input of the fuzzer is read as one call of the backward or the forward pass: shapes, layouts, dtypes, arrays left
+out, special values, outputs and their overlap with inputs, threads and instruction set, sometimes with an argument
+spoilt. Then
 
 - a call either succeeds or raises an error of the package's own family, and a good one succeeds;
 - the bits are those of the contiguous call on one thread with the baseline kernel;
-- the values are within the promised bounds of the float64 reference, NaN where its rule says so;
+- the values are within the promised bounds of the reference, NaN where its rule says so;
 - no byte outside the outputs is written, none of the inputs' either, and where a call is refused none at all.
 
 With modules that are built with AddressSanitizer and UndefinedBehaviorSanitizer their findings end the run, too.
 """
 
 import sys
+from collections.abc import Callable
+from typing import NamedTuple
 
 import atheris
 import ml_dtypes
@@ -138,48 +141,80 @@ def bits(array):
     return unsigned
 
 
-def expected_of(arguments, has_bias, nonfinite):
-    """Compute the call on copies: contiguous, native byte order, one thread, baseline."""
-    copies = [None if x is None else np.array(x, x.dtype.newbyteorder("="), order="C") for x in arguments]
-    lstmcell_bwd.use_isa("baseline")
-    return lstmcell_bwd.lstm_cell_backward(*copies, has_bias, nonfinite=nonfinite, num_threads=1)
+def check_backward(result, arrays, options):
+    """Compare a backward pass with the reference."""
+    if options["nonfinite"] == "nan":
+        errors = reference.error_in_units(result, *arrays)
+        for error, bound in zip(errors, reference.bounds(arrays[2].dtype), strict=True):
+            assert error is None or error <= bound, f"{error} units, allowed are {bound}"
+        for got, bad in zip(result, reference.nonfinite_mask(*arrays), strict=True):
+            assert got is None or np.isnan(got[bad]).all(), "no NaN for an input that is Inf or NaN"
+
+
+def check_forward(result, arrays, options):
+    """Compare a forward pass with the reference."""
+    for shares in reference.forward_errors(result, *arrays):
+        assert shares.max(initial=0) <= 1, f"{shares.max()} of the error that is allowed"
+
+
+class Operator(NamedTuple):
+    """An operator: columns of its inputs and outputs as multiples of the hidden size (negative: one row), and more."""
+
+    call: Callable
+    inputs: tuple[int, ...]
+    optional: tuple[int, ...]  # inputs that may be None
+    outputs: tuple[int, ...]
+    check: Callable
+
+
+BACKWARD = Operator(lstmcell_bwd.lstm_cell_backward, (1, 1, 1, 1, 4), (0, 1), (4, 1, -4), check_backward)
+FORWARD = Operator(lstmcell_bwd.lstm_cell_forward, (4, 4, 1, -4, -4), (3, 4), (1, 1, 4), check_forward)
+
+
+def shape_of(columns, batch, hidden):
+    """Return the shape of an array of an operator."""
+    return (-columns * hidden,) if columns < 0 else (batch, columns * hidden)
 
 
 def one_call(data):
     """Read one call from the fuzzer's bytes, make it, and check what it did."""
     reader = Reader(data)
+    operator = FORWARD if reader.byte() >= 0xA0 else BACKWARD
+    reader.place = 0
     batch, hidden = reader.choose(SIZES), reader.choose(SIZES)
     if batch * hidden > MOST_ELEMENTS:
         hidden = 17
     dtype = reader.choose(DTYPES)
     has_bias, nonfinite = reader.choose([True, False]), reader.choose(["nan", "ieee"])
-    shapes = [(batch, hidden)] * 4 + [(batch, 4 * hidden)]
+    options = {"has_bias": has_bias, "nonfinite": nonfinite} if operator is BACKWARD else {}
     inputs = []
-    for index, shape in enumerate(shapes):
+    for index, columns in enumerate(operator.inputs):
+        shape = shape_of(columns, batch, hidden)
         stored = dtype.newbyteorder() if reader.seldom() and dtype in DTYPES[:3] else dtype
         values = values_of(reader, shape, dtype)
-        missing = index < 2 and reader.seldom()
+        missing = reader.seldom() and index in operator.optional
         inputs.append(None if missing else Guarded(reader, shape, stored, values))
     arguments = [None if x is None else x.array for x in inputs]
     before = [None if x is None else x.copy() for x in arguments]
 
     outputs, out = [], None
     if reader.choose([False, True]):
-        out_shapes = [(batch, 4 * hidden), (batch, hidden), (4 * hidden,)]
-        outputs = [None if reader.seldom() else Guarded(reader, shape, dtype) for shape in out_shapes]
-        if not has_bias:
+        shapes = [shape_of(columns, batch, hidden) for columns in operator.outputs]
+        outputs = [None if reader.seldom() else Guarded(reader, shape, dtype) for shape in shapes]
+        if operator is BACKWARD and not has_bias:
             outputs[2] = None
         out = [None if x is None else x.array for x in outputs]
-        shared = reader.byte()
-        if shared >= 0xC0:  # in place
-            out[0] = arguments[4]
-        if shared & 0x21 == 0x21 and arguments[shared >> 1 & 3] is not None:
-            out[1] = arguments[shared >> 1 & 3]
-        if shared & 0x70 == 0x50 and batch > 1 and arguments[1] is not None:  # partly over an input
-            whole = np.empty((batch + 1, hidden), dtype)
-            arguments[1], out[1] = whole[:-1], whole[1:]
-            arguments[1][...] = before[1]
-            inputs[1] = None
+        for k in range(3):
+            shared, place = reader.byte(), reader.choose(range(5))
+            if arguments[place] is None or arguments[place].shape != shapes[k] or len(shapes[k]) == 1:
+                continue
+            if shared >= 0xA0:  # in place
+                out[k] = arguments[place]
+            elif shared >= 0x80 and batch > 1 and inputs[place] is not None:  # partly over an input
+                whole = np.empty((batch + 1, shapes[k][1]), dtype)
+                arguments[place], out[k] = whole[:-1], whole[1:]
+                arguments[place][...] = before[place]
+                inputs[place] = None
         out = tuple(out)
 
     spoilt = reader.seldom()
@@ -190,39 +225,38 @@ def one_call(data):
         elif out is not None:
             wrong = spoil(reader, out[place - 5] if out[place - 5] is not None else arguments[2])
             out = (*out[: place - 5], wrong, *out[place - 4 :])
-    options = {"num_threads": reader.choose([1, 2, 3, None, 7]), "nonfinite": nonfinite, "device": "cpu"}
+    # They do not change the result.
+    plain = {"num_threads": reader.choose([1, 2, 3, None, 7]), "device": "cpu"}
     if reader.seldom():
-        options[reader.choose(["num_threads", "nonfinite", "device"])] = reader.choose(
-            [0, -1, "", "npu:x", 1.5, b"nan"]
-        )
+        wrong = reader.choose([0, -1, "", "npu:x", 1.5, b"nan"])
+        plain[reader.choose(["num_threads", "device"])] = wrong
+        spoilt = True
+    if options and reader.seldom():
+        options[reader.choose(["has_bias", "nonfinite"])] = reader.choose([0, -1, "", "NaN", 1.5, b"nan"])
         spoilt = True
 
     # Spoilt arguments can still be legal ones (a gradient that became None, say): then they are the call to repeat.
     sources = arguments if spoilt else before
+    copies = [x.copy() if type(x) is np.ndarray and x.dtype in DTYPES else x for x in sources]
     lstmcell_bwd.use_isa(reader.choose(ISAS))
     try:
-        copies = [x.copy() if type(x) is np.ndarray and x.dtype in DTYPES else x for x in sources]
-        result = lstmcell_bwd.lstm_cell_backward(*arguments, has_bias, out=out, **options)
+        result = operator.call(*arguments, out=out, **options, **plain)
     except lstmcell_bwd.LSTMCellError as error:
         if not spoilt and may_be_written(out):
             raise AssertionError("a good call was refused") from error
         written = [x for x in (*inputs, *outputs) if x is not None and not x.unchanged()]
         assert not written, "a refused call wrote something"
         return
-    reference_dtypes = [x.dtype.newbyteorder("=") for x in copies if isinstance(x, np.ndarray)]
-    assert len(set(reference_dtypes)) == 1, "a call of several dtypes was accepted"
     assert may_be_written(out), "outputs that may not be written were accepted"
-    expected = expected_of(copies, has_bias, options["nonfinite"])
+    native = [x.dtype.newbyteorder("=") for x in copies if isinstance(x, np.ndarray)]
+    assert len(set(native)) == 1, "a call of several dtypes was accepted"
+    plainly = [None if x is None else np.array(x, native[0], order="C") for x in copies]
+    lstmcell_bwd.use_isa("baseline")
+    expected = operator.call(*plainly, **options, num_threads=1)
     for got, wanted in zip(result, expected, strict=True):
         assert (got is None) == (wanted is None)
         assert got is None or np.array_equal(bits(got), bits(wanted)), "other bits than the contiguous call"
-    if options["nonfinite"] == "nan":
-        native = [None if x is None else x.astype(x.dtype.newbyteorder("=")) for x in copies]
-        errors = reference.error_in_units(expected, *native)
-        for error, bound in zip(errors, reference.bounds(native[2].dtype), strict=True):
-            assert error is None or error <= bound, f"{error} units, allowed are {bound}"
-        for got, bad in zip(expected, reference.nonfinite_mask(*native), strict=True):
-            assert got is None or np.isnan(got[bad]).all(), "no NaN for an input that is Inf or NaN"
+    operator.check(expected, plainly, options)
     written = () if out is None else out
     for source in inputs:
         if source is not None:
