@@ -28,7 +28,7 @@ __all__ = ["measure_size", "replaced", "table"]
 
 SIZES = ("32x128x256x50", "64x256x512x35", "16x512x1024x25")
 KINDS = ("products left out", "whole step")
-MARKED = re.compile(r"<!-- torch-cell:begin -->\n(.*?)<!-- torch-cell:end -->", re.DOTALL)
+MARKED = re.compile(r"<!-- torch-cell:begin (\S+) -->\n.*?<!-- torch-cell:end -->", re.DOTALL)
 # CPUs first, before any library counts them.
 START = """
 import os, sys
@@ -196,8 +196,8 @@ def table(results: dict) -> str:
     return "\n".join([*markdown([*head, "kept: PyTorch", "ours"], rows), "", EXPLANATION, *origin(results)])
 
 
-def replaced(text: str, new: str) -> str:
-    """Return a page with another table.
+def replaced(text: str, name: str, new: str) -> str:
+    """Return a page with another table, made of the results file of that name.
 
     Raises
     ------
@@ -207,8 +207,7 @@ def replaced(text: str, new: str) -> str:
     if len(MARKED.findall(text)) != 1:
         msg = f"the text must have {MARKED.pattern} once"
         raise ValueError(msg)
-    start, end = MARKED.search(text).span(1)
-    return f"{text[:start]}{new}\n{text[end:]}"
+    return MARKED.sub(lambda _: f"<!-- torch-cell:begin {name} -->\n{new}\n<!-- torch-cell:end -->", text)
 
 
 def main() -> int:
@@ -226,7 +225,7 @@ def main() -> int:
             print(row["size"], threads, {kind: row[kind]["ratio"] for kind in KINDS}, flush=True)
     (RESULTS / f"{options.name}.json").write_text(json.dumps(results, indent=1) + "\n")
     page = ROOT / "README.md"
-    page.write_text(replaced(page.read_text(), table(results)))
+    page.write_text(replaced(page.read_text(), options.name, table(results)))
     return 0
 
 

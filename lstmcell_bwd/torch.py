@@ -153,6 +153,7 @@ _library.impl("lstm_cell_backward", _backward_on_npu, "PrivateUse1")
 torch.library.register_fake("lstmcell_bwd::lstm_cell_forward", _forward_shapes, lib=_library)
 torch.library.register_fake("lstmcell_bwd::lstm_cell_backward", _backward_shapes, lib=_library)
 _modes, _recording = torch._C._len_torch_dispatch_stack, torch.is_grad_enabled
+_transforming = torch._C._are_functorch_transforms_active
 _forward = torch.ops.lstmcell_bwd.lstm_cell_forward.default
 _backward = torch.ops.lstmcell_bwd.lstm_cell_backward.default
 
@@ -252,23 +253,64 @@ def _composite_backward(
 # ---- the cell -------------------------------------------------------------------------------------------------------
 
 
-def _check(
-    input: Tensor, hx: Tensor, cx: Tensor, weight_ih: Tensor, weight_hh: Tensor, biases: Any, autocast: bool
-) -> None:
-    """Raise the package's errors for tensors of the wrong type, device, dtype or shape; cx sets what is right.
+def _fit(
+    input: Tensor,
+    hx: Tensor,
+    cx: Tensor,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None,
+    bias_hh: Tensor | None,
+) -> bool:
+    """Whether `_check` would find nothing, as far as that can be seen at once: CPU tensors of one dtype."""
+    try:
+        dtype, (batch, hidden), (rows, size) = cx.dtype, cx.shape, input.shape
+        width = 4 * hidden
+        return (
+            rows == batch
+            and hx.shape == (batch, hidden)
+            and weight_ih.shape == (width, size)
+            and weight_hh.shape == (width, hidden)
+            and input.dtype is hx.dtype is weight_ih.dtype is weight_hh.dtype is dtype
+            and input.is_cpu and hx.is_cpu and cx.is_cpu and weight_ih.is_cpu and weight_hh.is_cpu
+            and (bias_ih is None or (bias_ih.shape == (width,) and bias_ih.dtype is dtype and bias_ih.is_cpu))
+            and (bias_hh is None or (bias_hh.shape == (width,) and bias_hh.dtype is dtype and bias_hh.is_cpu))
+        )  # fmt: skip
+    except (AttributeError, TypeError, ValueError):
+        return False
 
-    Under autocast dtypes may differ.
-    """
+
+def _check(
+    input: Tensor,
+    hx: Tensor,
+    cx: Tensor,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias_ih: Tensor | None,
+    bias_hh: Tensor | None,
+) -> None:
+    """Raise the package's errors for tensors of the wrong type, device, dtype or shape; cx sets what is right."""
+    if not isinstance(cx, Tensor):
+        raise wrong_type("cx", "a torch.Tensor", cx)
+    dtype, device = cx.dtype, cx.device
+    if device.type not in _DEVICES:
+        raise bad_argument("cx", "be on the CPU or on an NPU", device)
+    if cx.dim() != 2:
+        raise wrong_rank("cx", tuple(cx.shape))
+    autocast = device.type != "meta" and torch.is_autocast_enabled(device.type)
     batch, hidden = cx.shape
-    dtype, device, width = cx.dtype, cx.device, 4 * hidden
+    width = 4 * hidden
     size = input.shape[-1:] if isinstance(input, Tensor) else ()
     for name, tensor, symbols, shape in (
         ("hx", hx, "(N, H)", (batch, hidden)),
         ("input", input, "(N, I)", (batch, *size)),
         ("weight_ih", weight_ih, "(4*H, I)", (width, *size)),
         ("weight_hh", weight_hh, "(4*H, H)", (width, hidden)),
-        *((name, bias, "(4*H,)", (width,)) for name, bias in biases if bias is not None),
+        ("bias_ih", bias_ih, "(4*H,)", (width,)),
+        ("bias_hh", bias_hh, "(4*H,)", (width,)),
     ):
+        if tensor is None and name in ("bias_ih", "bias_hh"):
+            continue
         if not isinstance(tensor, Tensor):
             raise wrong_type(name, "a torch.Tensor", tensor)
         if tensor.device != device:
@@ -331,25 +373,20 @@ def lstm_cell(
     of `torch.autograd.forward_ad` are not supported.
     """
     state, cx = hx
-    if not isinstance(cx, Tensor):
-        raise wrong_type("cx", "a torch.Tensor", cx)
-    place = cx.device.type
-    if place not in _DEVICES:
-        raise bad_argument("cx", "be on the CPU or on an NPU", cx.device)
-    if cx.dim() != 2:
-        raise wrong_rank("cx", tuple(cx.shape))
-    autocast = place != "meta" and torch.is_autocast_enabled(place)
-    _check(input, state, cx, weight_ih, weight_hh, (("bias_ih", bias_ih), ("bias_hh", bias_hh)), autocast)
-    products = linear(input, weight_ih), linear(state, weight_hh)
-    if autocast:
-        products = tuple(product.to(cx.dtype) for product in products)
+    compiling = torch.compiler.is_compiling()
+    plain = not compiling and _fit(input, state, cx, weight_ih, weight_hh, bias_ih, bias_hh)
+    if not plain:
+        _check(input, state, cx, weight_ih, weight_hh, bias_ih, bias_hh)
+    input_gates, hidden_gates = linear(input, weight_ih), linear(state, weight_hh)
+    if not plain or input_gates.dtype is not cx.dtype:  # as autocast wants the products
+        input_gates, hidden_gates = input_gates.to(cx.dtype), hidden_gates.to(cx.dtype)
         bias_ih, bias_hh = (bias if bias is None else bias.to(cx.dtype) for bias in (bias_ih, bias_hh))
-    if torch.compiler.is_compiling():
-        hy, cy, _ = _forward(*products, cx, bias_ih, bias_hh)
-    elif torch._C._are_functorch_transforms_active():
-        hy, cy = _composite_forward(*products, cx, bias_ih, bias_hh)
+    if compiling:
+        hy, cy, _ = _forward(input_gates, hidden_gates, cx, bias_ih, bias_hh)
+    elif _transforming():
+        hy, cy = _composite_forward(input_gates, hidden_gates, cx, bias_ih, bias_hh)
     else:  # what the dispatcher would come to
-        hy, cy, _ = _recorded_forward(*products, cx, bias_ih, bias_hh)
+        hy, cy, _ = _recorded_forward(input_gates, hidden_gates, cx, bias_ih, bias_hh)
     return hy, cy
 
 

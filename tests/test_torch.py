@@ -3,6 +3,7 @@
 import copy
 import importlib
 import itertools
+import json
 import pickle
 import re
 import subprocess
@@ -668,7 +669,17 @@ def test_benchmark(monkeypatch):
     results = {"facts": torch_cell.facts(), "versions": {"torch": "2"}, "missing": {}, "rows": [row]}
     line = torch_cell.table(results).splitlines()[2]
     assert line.startswith("| 2, 3, 5, 4 | 1 | ") and "| 1 ms | 2 ms | **0.50 (0.40)** |" in line
-    page = "a\n<!-- torch-cell:begin -->\nold\n<!-- torch-cell:end -->\nb\n"
-    assert torch_cell.replaced(page, "new") == page.replace("old", "new")
+    page = "a\n<!-- torch-cell:begin old -->\ntable\n<!-- torch-cell:end -->\nb\n"
+    assert torch_cell.replaced(page, "new", "other") == page.replace("old", "new").replace("table", "other")
     with pytest.raises(ValueError, match="once"):
-        torch_cell.replaced("nothing", "new")
+        torch_cell.replaced("nothing", "new", "other")
+
+
+def test_readme_says_what_its_results_file_does(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    from benches import torch_cell
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (name,) = torch_cell.MARKED.findall(text)
+    results = json.loads((torch_cell.RESULTS / f"{name}.json").read_text())
+    assert torch_cell.replaced(text, name, torch_cell.table(results)) == text
