@@ -13,8 +13,8 @@ import numpy as np
 cimport cython
 cimport numpy as cnp
 
+from lstmcell_bwd import npu
 from lstmcell_bwd.errors import InvalidParameterError, NullPointerError, UnsupportedDtypeError
-from lstmcell_bwd.npu import BACKWARD, FORWARD
 
 include "kernel_abi.pxi"
 
@@ -264,7 +264,7 @@ cdef class Arguments:
     @property
     def operator(self):
         """CANN's operator for the call."""
-        return BACKWARD
+        return npu.BACKWARD
 
     @property
     def tensors(self):
@@ -280,7 +280,7 @@ cdef class ForwardArguments:
     @property
     def operator(self):
         """CANN's operator for the call."""
-        return FORWARD
+        return npu.FORWARD
 
     @property
     def tensors(self):
