@@ -304,8 +304,9 @@ def test_range_of_the_output_type():
     """float16 is computed in float32, so only the output's largest number limits it."""
     one = np.ones((1, 1), np.float16)
     gates = np.array([[0.5, 0.001, 0.5, 0.5]], np.float16)
-    assert reference.in_range(None, 300 * one, 300 * one, one, gates).grad_gates[0, 1]
-    assert not reference.in_range(None, 600 * one, 600 * one, one, gates * 500).grad_gates[0, 1]
+    assert reference.in_range(None, np.float16(300) * one, np.float16(300) * one, one, gates).grad_gates[0, 1]
+    large, wide = np.float16(600) * one, np.float16(500) * gates
+    assert not reference.in_range(None, large, large, one, wide).grad_gates[0, 1]
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 7, 64, 1001])
