@@ -895,7 +895,7 @@ cdef void plan(Call* call) noexcept nogil:
         call.strip = min(call.strip, max(<Py_ssize_t>LEAST_STRIP, (call.hidden + wanted - 1) // wanted))
     call.strip = (call.strip + 15) & ~<Py_ssize_t>15
     call.strips = (call.hidden + call.strip - 1) // call.strip
-    call.joined = (call.strips == 1 and call.hidden * call.item_bytes >= 128
+    call.joined = (call.strips == 1 and not call.blocked and call.hidden * call.item_bytes >= 128
                    and call.target[0].row_stride == GATES * call.hidden * call.item_bytes
                    and call.target[4].row_stride == call.hidden * call.item_bytes)
     call.threads = <int>min(<Py_ssize_t>call.threads, call.pieces * call.strips)

@@ -433,12 +433,13 @@ def in_small_parts(inputs):
     return LSTMCellGradients(*(np.concatenate([part[k] for part in parts]) for k in (0, 1)), bias)
 
 
-def check_past_the_cache(name, width, layout, offset):
+def check_past_the_cache(name, width, layout, offset, order="C"):
     """Large outputs have the bits of small ones, and nothing beside them is written."""
     inputs = make_inputs(3, width, np.dtype(name), seed=34)
     rows = 36 * 1024 * 1024 // (13 * inputs.cx.itemsize * width) + 1
     inputs = Inputs(*(np.resize(x, (rows, x.shape[1])) for x in inputs))
     expected = in_small_parts(inputs)
+    inputs = Inputs(*(np.asarray(x, order=order) for x in inputs))
     for number in (1, 2):
         outputs = guard_outputs(rows, width, name, layout, offset=offset)
         result = lstm_cell_backward(*inputs, out=tuple(arrays_of(outputs)), num_threads=number)
@@ -471,6 +472,12 @@ def test_large_outputs_that_bypass_the_cache(isa, name, width, layout, offset):
 def test_rows_that_share_lines(name, width, offset):
     """The end of one output row and the beginning of the next fill a line together, in one tile and in several."""
     check_past_the_cache(name, width, "contiguous", offset)
+
+
+@pytest.mark.parametrize(("name", "width"), [("float32", 145), ("float32", 1024), ("float64", 72), ("float16", 300)])
+def test_transposed_inputs_and_outputs_past_the_cache(name, width):
+    """Inputs that are read in blocks of columns leave output rows in pieces."""
+    check_past_the_cache(name, width, "contiguous", 16, order="F")
 
 
 def test_guards_see_a_stray_write():
