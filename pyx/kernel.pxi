@@ -509,7 +509,7 @@ ctypedef struct Buffers:        # of one thread; rows are `pitch` elements apart
 
 ctypedef struct Ahead:                  # the later tile whose inputs are asked for
     const char* data[FORWARD_SOURCES]   # its next row; NULL has nothing to ask for
-    Py_ssize_t rows                     # that are left
+    Py_ssize_t rows                     # that are left; 0: nothing at all is asked for
     Py_ssize_t bytes                    # of one row
 
 
@@ -552,29 +552,29 @@ cdef inline Ahead ahead_of(const Call* call, Py_ssize_t row, Py_ssize_t column, 
     cdef const Plane* plane
     cdef Py_ssize_t k
     ahead.rows = 0
-    for k in range(FORWARD_SOURCES):
-        ahead.data[k] = NULL
-    if call.prefetch:
-        if column >= columns:
-            row += RUN_ROWS
-            column = 0
+    ahead.bytes = 0
+    if column >= columns:
+        row += RUN_ROWS
+        column = 0
+    if call.prefetch and row < call.batch:
         ahead.rows = call.batch - row
         ahead.bytes = min(columns - column, call.tile) * call.item_bytes
         for k in range(FORWARD_SOURCES):
             plane = &call.source[k]
-            if plane.data != NULL and ahead.rows > 0:
-                ahead.data[k] = (plane.data + row * plane.row_stride
-                                 + (first_column + column) * plane.column_stride)
+            ahead.data[k] = NULL
+            if plane.data != NULL:
+                ahead.data[k] = plane.data + row * plane.row_stride + (first_column + column) * plane.column_stride
     return ahead
 
 
 cdef inline void next_row(const Call* call,
                           Ahead* ahead) noexcept nogil:                                                      # INOUT
     cdef Py_ssize_t k
-    ahead.rows -= 1
-    for k in range(FORWARD_SOURCES):
-        if ahead.data[k] != NULL:
-            ahead.data[k] += call.source[k].row_stride
+    if ahead.rows > 0:
+        ahead.rows -= 1
+        for k in range(FORWARD_SOURCES):
+            if ahead.data[k] != NULL:
+                ahead.data[k] += call.source[k].row_stride
 
 
 cdef inline bint fast_span(real_t one, row_t kind, const Buffers* buffers, const Ahead* ahead, Py_ssize_t first,
