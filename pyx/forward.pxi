@@ -7,11 +7,11 @@
 #     i, f, o and g               sigmoid(a) and tanh(a): `gates`                        [N, 4H]
 #     cx, cy, hy                  the cell state that enters; f * cx + i * g; o * tanh(cy)   [N, H]
 #
-# Design notes a) to d) of kernel.pxi hold here too, with these differences.
-# e) With a bias, a is a sum of three or four terms, which can cancel until nothing but rounding errors are left, and
+# Design notes a), b), c) and e) of kernel.pxi hold here too, with these differences.
+# f) With a bias, a is a sum of three or four terms, which can cancel until nothing but rounding errors are left, and
 #    tanh hands a relative error on. So rounding errors are carried along (Knuth's two-sum): the sum of the two biases
 #    is kept as a pair of numbers, made once per call, and a is rounded once at its end.
-# f) Two things the fast rows do not treat, and the row is computed again: a below -87 (-708 in float64), where sigmoid
+# g) Two things the fast rows do not treat, and the row is computed again: a below -87 (-708 in float64), where sigmoid
 #    nears underflow, which they report, and sums that are not finite, which end as a NaN in hy.
 
 # ---- scalar formulas --------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ cdef void biased_sum_row(real_t one, Py_ssize_t count,
 
 cdef bint sigmoid_row(real_t one, Py_ssize_t count,
                       row_t a) noexcept nogil:                                                               # INOUT
-    """sigmoid(a); whether all of it is valid (design note f)."""
+    """sigmoid(a); whether all of it is valid (design note g)."""
     cdef Py_ssize_t j
     cdef real_t x
     cdef uint32_t narrow = 0
@@ -132,7 +132,7 @@ cdef void cell_row(real_t one, Py_ssize_t count,
 cdef bint hidden_row(real_t one, Py_ssize_t count,
                      row_t cy, row_t o,                                                                      # IN
                      row_t hy) noexcept nogil:                                                               # OUT
-    """hy; whether all of it is finite (design note f)."""
+    """hy; whether all of it is finite (design note g)."""
     cdef Py_ssize_t j
     cdef real_t h
     cdef uint32_t narrow = 0

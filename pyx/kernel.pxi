@@ -21,7 +21,11 @@
 #    them: they turn them into results that are not finite, and a row with such a result is computed again with care.
 #    (total and with it d_i takes grad_hy, o, cy and grad_cy as a factor or a term, d_i also i and g, d_f also cx and
 #    f; Inf and NaN survive multiplication and addition. An Inf from overflow only costs the second look.)
-# d) Memory. Outputs that bypass the cache leave in whole 64-byte lines; inputs that come from memory are asked for a
+# d) Many processors take hundreds of cycles for a multiplication that meets a number below the normal ones, which is
+#    what vanishing gradients become. So an element whose gradients are both below 2^-76 (2^-500 in float64) is computed
+#    from 2^76 (2^500) times their values, and its results are taken back; both ways by arithmetic on the bits. That
+#    depends on the element alone, not on its company, and a row without such gradients is left as it is.
+# e) Memory. Outputs that bypass the cache leave in whole 64-byte lines; inputs that come from memory are asked for a
 #    tile ahead, a part between each two loops, so that they travel while this tile is computed.
 #
 # Arguments are marked IN or OUT. Cython turns `1 - y` into double arithmetic, hence the typed `one`; it also makes
@@ -243,6 +247,68 @@ cdef inline real_t poison(real_t x) noexcept nogil:
         return f64_bits(bits_f64(x * <real_t>0) | 0x8000000000000000u)
 
 
+# Gradients near and below the end of the normal numbers (design note d).
+
+cdef extern from *:
+    """
+    static const float F32_LIFTED_QUANTUM = 0x1p-73f;   /* 2^76 times the smallest number above 0 */
+    static const double F64_LIFTED_QUANTUM = 0x1p-574;  /* 2^500 times that */
+    static const float F32_QUANTA = 0x1p73f;
+    static const double F64_QUANTA = 0x1p574;
+    #define F32_LOW ((127u - 76u) << 24)                /* 2^-76, as bits shifted left by one */
+    #define F64_LOW ((1023ull - 500ull) << 53)
+    #define F32_MODERATE ((127u + 20u) << 24)           /* 2^20 */
+    #define F64_MODERATE ((1023ull + 20ull) << 53)
+    """
+    const float F32_LIFTED_QUANTUM, F32_QUANTA
+    const double F64_LIFTED_QUANTUM, F64_QUANTA
+    const uint32_t F32_LOW, F32_MODERATE
+    const uint64_t F64_LOW, F64_MODERATE
+
+
+cdef inline bint is_low(real_t x) noexcept nogil:
+    """Whether |x| < 2^-76 (2^-500)."""
+    return bits_f32(x) << 1 < F32_LOW if real_t is float else bits_f64(x) << 1 < F64_LOW
+
+
+cdef inline bint is_moderate(real_t x) noexcept nogil:
+    """Whether |x| < 2^20; Inf and NaN are not."""
+    return bits_f32(x) << 1 < F32_MODERATE if real_t is float else bits_f64(x) << 1 < F64_MODERATE
+
+
+cdef inline real_t lifted(real_t x) noexcept nogil:
+    """2^76 x (2^500 x), of a low x."""
+    cdef uint32_t narrow
+    cdef uint64_t wide
+    cdef real_t y
+    if real_t is float:
+        # Below the normal numbers the bits count quanta; as the last bits of 2^23 + count they become a number.
+        narrow = bits_f32(x) & 0x7fffffffu
+        y = (f32_bits(narrow | 0x4b000000u) - <real_t>8388608) * F32_LIFTED_QUANTUM
+        y = y if narrow < 0x00800000u else f32_bits(narrow + (<uint32_t>76 << 23))
+    else:
+        wide = bits_f64(x) & 0x7fffffffffffffffu
+        y = (f64_bits(wide | 0x4330000000000000u) - <real_t>4503599627370496) * F64_LIFTED_QUANTUM
+        y = y if wide < 0x0010000000000000u else f64_bits(wide + (<uint64_t>500 << 52))
+    return with_sign(y, x)
+
+
+cdef inline real_t settled(real_t y) noexcept nogil:
+    """2^-76 y (2^-500 y), to nearest even, for finite y."""
+    cdef uint32_t narrow
+    cdef uint64_t wide
+    cdef real_t x
+    if real_t is float:
+        narrow = bits_f32(y) & 0x7fffffffu
+        x = f32_bits(bits_f32(f32_bits(narrow) * F32_QUANTA + <real_t>8388608) - 0x4b000000u)
+        x = x if narrow < <uint32_t>77 << 23 else f32_bits(narrow - (<uint32_t>76 << 23))
+    else:
+        wide = bits_f64(y) & 0x7fffffffffffffffu
+        x = f64_bits(bits_f64(f64_bits(wide) * F64_QUANTA + <real_t>4503599627370496) - 0x4330000000000000u)
+        x = x if wide < <uint64_t>501 << 52 else f64_bits(wide - (<uint64_t>500 << 52))
+    return with_sign(x, y)
+
+
 # ---- one row of a tile ------------------------------------------------------------------------------------------
 
 # Five short loops over buffers in the first cache instead of one long loop, for two reasons. One element's chain of
@@ -365,6 +431,57 @@ cdef void poison_row(real_t one, Py_ssize_t count,
         d_g[j] = d_g[j] + (in_total + poison(<real_t>i[j]) + poison(<real_t>g[j]))
         d_o[j] = d_o[j] + in_d_o
         grad_cx[j] = grad_cx[j] + (in_total + poison(<real_t>f[j]))
+
+
+cdef inline bint has_low_gradient(real_t one, Py_ssize_t count,
+                                  row_t grad_hy, row_t grad_cy) noexcept nogil:                              # IN
+    """Whether a gradient is low and not 0."""
+    cdef Py_ssize_t j
+    cdef uint32_t a, b, narrow = 0xffffffffu
+    cdef uint64_t c, d, wide = 0xffffffffffffffffu
+    for j in range(count):
+        # Less one, 0 is the largest of all.
+        if real_t is float:
+            a = (bits_f32(<real_t>grad_hy[j]) << 1) - 1u
+            b = (bits_f32(<real_t>grad_cy[j]) << 1) - 1u
+            a = a if a < b else b
+            narrow = a if a < narrow else narrow
+        else:
+            c = (bits_f64(<real_t>grad_hy[j]) << 1) - 1u
+            d = (bits_f64(<real_t>grad_cy[j]) << 1) - 1u
+            c = c if c < d else d
+            wide = c if c < wide else wide
+    return narrow < F32_LOW - 1u if real_t is float else wide < F64_LOW - 1u
+
+
+cdef void lift_row(real_t one, Py_ssize_t count,
+                   row_t grad_hy, row_t grad_cy, row_t cx, row_t cy, row_t i, row_t f, row_t g, row_t o,     # IN
+                   row_t lifted_hy, row_t lifted_cy, row_t mark) noexcept nogil:                             # OUT
+    """The gradients, lifted where `mark` is 1: where both are low, and no factor so large that a product overflows."""
+    cdef Py_ssize_t j
+    cdef bint low
+    for j in range(count):
+        low = (is_low(<real_t>grad_hy[j]) & is_low(<real_t>grad_cy[j])
+               & is_moderate(<real_t>cx[j]) & is_moderate(<real_t>cy[j]) & is_moderate(<real_t>i[j])
+               & is_moderate(<real_t>f[j]) & is_moderate(<real_t>g[j]) & is_moderate(<real_t>o[j]))
+        lifted_hy[j] = lifted(<real_t>grad_hy[j]) if low else <real_t>grad_hy[j]
+        lifted_cy[j] = lifted(<real_t>grad_cy[j]) if low else <real_t>grad_cy[j]
+        mark[j] = one if low else <real_t>0
+
+
+cdef void settle_row(real_t one, Py_ssize_t count,
+                     row_t mark,                                                                             # IN
+                     row_t d_i, row_t d_f, row_t d_g, row_t d_o, row_t grad_cx) noexcept nogil:              # INOUT
+    """Takes back what `lift_row` did."""
+    cdef Py_ssize_t j
+    cdef bint low
+    for j in range(count):
+        low = mark[j] != 0
+        d_i[j] = settled(<real_t>d_i[j]) if low else <real_t>d_i[j]
+        d_f[j] = settled(<real_t>d_f[j]) if low else <real_t>d_f[j]
+        d_g[j] = settled(<real_t>d_g[j]) if low else <real_t>d_g[j]
+        d_o[j] = settled(<real_t>d_o[j]) if low else <real_t>d_o[j]
+        grad_cx[j] = settled(<real_t>grad_cx[j]) if low else <real_t>grad_cx[j]
 
 
 # ---- wide sums --------------------------------------------------------------------------------------------------
@@ -497,6 +614,7 @@ cdef void unpack_row(real_t one, const Plane* plane, Storage storage, Py_ssize_t
 ctypedef struct Buffers:        # of one thread; rows are `pitch` elements apart
     char* zeros                 # [1]                          stands for a missing gradient, and for rows a run lacks
     char* exponential           # [2]                          p and scale of the row at hand
+    char* lifted                # [3]                          lifted gradients and which of them are
     char* packed                # [SOURCES]                    inputs that cannot be read where they lie
     char* blocks                # [SOURCES, LEAF_ROWS]         inputs that are read a column at a time
     char* stage                 # [RUN_ROWS, TARGETS]          outputs that cannot be written where they go
@@ -669,7 +787,10 @@ cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* 
     cdef Buffers shifted = buffers[0]
     cdef real_t* source[SOURCES]
     cdef real_t* target[RUN_ROWS][TARGETS]
+    cdef real_t* lifted = <real_t*>buffers.lifted + shift
+    cdef real_t* gradient[2]
     cdef Py_ssize_t step[SOURCES]
+    cdef bint low
     cdef const Plane* plane
     cdef Py_ssize_t r, k
     shifted.exponential += shift * sizeof(real_t)
@@ -701,8 +822,21 @@ cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* 
                 plane = &call.source[k]
                 if plane.data != NULL and not plane.direct and not plane.blocked:
                     pack_row(one, plane, call.storage, first_row + r, column, count, source[k])
+        low = has_low_gradient(one, count, <row_t>source[0], <row_t>source[1])
+        if low:
+            lift_row(one, count, <row_t>source[0], <row_t>source[1], <row_t>source[2], <row_t>source[3],
+                     <row_t>source[4], <row_t>source[5], <row_t>source[6], <row_t>source[7],
+                     <row_t>lifted, <row_t>lifted + buffers.pitch, <row_t>lifted + 2 * buffers.pitch)
+            for k in range(2):
+                gradient[k] = source[k]
+                source[k] = lifted + k * buffers.pitch
         if not fast_row(one, kind, &shifted, ahead, lead, count, source, target[r]):
             repair_row(one, kind, call, count, source, target[r])
+        if low:
+            settle_row(one, count, <row_t>lifted + 2 * buffers.pitch, <row_t>target[r][0], <row_t>target[r][1],
+                       <row_t>target[r][2], <row_t>target[r][3], <row_t>target[r][4])
+            for k in range(2):
+                source[k] = gradient[k]
         if call.staged:
             for k in range(TARGETS):
                 unpack_row(one, &call.target[k], call.storage, first_row + r, column, count, call.streaming,
@@ -855,7 +989,8 @@ cdef void compute_item(const Call* call, const Node* pieces, double* nodes, Py_s
     buffers.pitch = pitch_of(call, width)
     buffers.zeros = block + 64
     buffers.exponential = buffers.zeros + buffers.pitch * width
-    buffers.packed = buffers.exponential + 2 * buffers.pitch * width
+    buffers.lifted = buffers.exponential + 2 * buffers.pitch * width
+    buffers.packed = buffers.lifted + 3 * buffers.pitch * width
     buffers.blocks = buffers.packed + SOURCES * buffers.pitch * width
     buffers.stage = buffers.blocks + (SOURCES * LEAF_ROWS * buffers.pitch * width if call.blocked else 0)
     buffers.halves = buffers.stage + RUN_ROWS * TARGETS * buffers.pitch * width
@@ -903,7 +1038,7 @@ cdef void plan(Call* call) noexcept nogil:
     if call.has_bias:
         call.nodes_bytes += padded(call.pieces * (width // 4) * GATES * call.hidden * sizeof(double))
     call.tile = min((call.hidden + 15) & ~<Py_ssize_t>15, <Py_ssize_t>TILE)
-    call.thread_bytes = padded(64 + (4 + SOURCES + RUN_ROWS * TARGETS) * pitch_of(call, width) * width
+    call.thread_bytes = padded(64 + (7 + SOURCES + RUN_ROWS * TARGETS) * pitch_of(call, width) * width
                                + RUN_ROWS * TARGETS * sizeof(lstmcell_carry))
     if call.blocked:
         call.thread_bytes += padded(SOURCES * LEAF_ROWS * pitch_of(call, width) * width)

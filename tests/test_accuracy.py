@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from strategies import Inputs, assert_within_bounds, make_inputs
+from strategies import Inputs, assert_same_bits, assert_within_bounds, make_inputs
 
 from lstmcell_bwd import lstm_cell_backward, reference
 
@@ -66,6 +66,50 @@ def test_subnormal_gradients_are_exact(backend):
     values = (limit.smallest_subnormal * np.arange(1, 5000)).astype(backend)
     inputs = row(backend, grad_hy=0, grad_cy=values, f=1, cy=0.3)
     np.testing.assert_array_equal(lstm_cell_backward(*inputs).grad_cx[0], values)
+
+
+LOW = {"float32": 2.0**-76, "float64": 2.0**-500}  # below it, gradients are lifted (pyx/kernel.pxi, design note d)
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_low_gradients_keep_their_digits(isa, name):
+    """Down to the last number above 0: rounded as ordinary gradients are, and once to a multiple of that number."""
+    dtype = np.dtype(name)
+    limit = reference.limits(dtype)
+    rng = np.random.default_rng(5)
+    low, high = exponents(dtype)[0], np.log2(LOW[name])
+    grad_hy, grad_cy = rng.choice([-1, 1], (2, 20_000)) * 2.0 ** rng.uniform(low, high, (2, 20_000))
+    gates = rng.uniform(0.01, 0.99, (4, 20_000))
+    inputs = row(dtype, grad_hy, grad_cy, rng.normal(size=20_000), rng.normal(size=20_000), *gates)
+    exact = reference.lstm_cell_backward(*inputs, dtype=np.longdouble)
+    scales = reference.scales(*inputs, dtype=np.longdouble)
+    result = lstm_cell_backward(*inputs)
+    for field in ("grad_gates", "grad_cx"):
+        error = np.abs(getattr(result, field) - getattr(exact, field))
+        allowed = 4 * limit.eps * getattr(scales, field) + 0.5 * np.longdouble(limit.smallest_subnormal)
+        assert (error <= allowed).all()
+
+
+@pytest.mark.parametrize("nonfinite", ["nan", "ieee"])
+@pytest.mark.parametrize("name", LOW)
+def test_low_gradients_have_the_same_bits_in_any_company(isa, name, nonfinite):
+    """Beside ordinary, large, Inf and NaN elements of their row, and on either side of what makes them low."""
+    dtype = np.dtype(name)
+    limit = reference.limits(dtype)
+    edges = np.array([LOW[name], 2.0**20], dtype)
+    gradients = [0, limit.smallest_subnormal, limit.smallest_normal, edges[0], np.nextafter(edges[0], 0), 3e-7, np.inf]
+    factors = [0.3, -0.7, edges[1], np.nextafter(edges[1], 0), limit.largest, np.nan]
+    rng = np.random.default_rng(6)
+    fields = [
+        rng.choice([-1, 1], 700) * rng.choice(gradients, 700, p=[0.1, 0.3, 0.2, 0.1, 0.1, 0.1, 0.1]) for _ in range(2)
+    ]
+    fields += [rng.choice(factors, 700, p=[0.5, 0.3, 0.05, 0.05, 0.05, 0.05]) for _ in range(6)]
+    together = lstm_cell_backward(*row(dtype, *fields), nonfinite=nonfinite)
+    alone = [lstm_cell_backward(*row(dtype, *numbers), nonfinite=nonfinite) for numbers in zip(*fields, strict=True)]
+    grad_cx = np.concatenate([x.grad_cx for x in alone], 1)
+    grad_gates = np.stack([x.grad_gates[0] for x in alone], 1).reshape(1, -1)
+    apart = together._replace(grad_cx=grad_cx, grad_gates=grad_gates)
+    assert_same_bits(together, apart, ("grad_cx", "grad_gates"))
 
 
 @pytest.mark.parametrize("kind", ["ordinary", "saturated", "scaled", "cancel", "raw"])
