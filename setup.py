@@ -90,6 +90,7 @@ def extensions():
     link_flags = []
     if sanitize:
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"]
+        flags.append("-fno-wrapv")  # Python's own flags hold -fwrapv, with which an overflow is no finding
         link_flags += [f"-fsanitize={sanitize}"]
     sources = {"_features": ("features", []), "_arguments": ("arguments", []), "_api": ("api", [])}
     for level, (machines, level_flags) in ISA_LEVELS.items():

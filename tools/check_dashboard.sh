@@ -6,6 +6,5 @@
 need npm npm
 need chromium chromium
 fresh_venv build/dashboard
-install_package build/dashboard
-build/dashboard/bin/pip install -q "lstmcell_bwd[bench]"
+install_package build/dashboard bench
 env -u PYTHONSAFEPATH build/dashboard/bin/python -m benches.dashboard "$@"

@@ -5,12 +5,15 @@
 . "$(dirname "$0")/environment.sh"
 python=${1:-.venv/bin/python}
 need valgrind valgrind
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+checked() { PYTHONMALLOC=malloc valgrind --tool=memcheck --log-file="$logs/$1" "$python" tools/bits.py --isa "$1" >/dev/null; }
+checked baseline &
+checked avx2
+wait $!
 for isa in baseline avx2; do
-    PYTHONMALLOC=malloc valgrind --tool=memcheck --log-file="$log" "$python" tools/bits.py --isa "$isa" >/dev/null
-    grep -q "ERROR SUMMARY" "$log"
+    grep -q "ERROR SUMMARY" "$logs/$isa"
     # Each finding names the functions of its stack, with their file in brackets.
-    if grep -E "_kernel_|lstmcell_bwd" "$log"; then exit 1; fi
-    echo "$isa: no finding in the package; in all, $(tail -1 "$log" | sed 's/==[0-9]*== //')"
+    if grep -E "_kernel_|lstmcell_bwd" "$logs/$isa"; then exit 1; fi
+    echo "$isa: no finding in the package; in all, $(tail -1 "$logs/$isa" | sed 's/==[0-9]*== //')"
 done

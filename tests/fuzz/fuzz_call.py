@@ -9,10 +9,12 @@ spoilt. Then
 - the values are within the promised bounds of the reference, NaN where its rule says so;
 - no byte outside the outputs is written, none of the inputs' either, and where a call is refused none at all.
 
-With modules that are built with AddressSanitizer and UndefinedBehaviorSanitizer their findings end the run, too.
+With modules that are built with AddressSanitizer and UndefinedBehaviorSanitizer their findings end the run, too. The
+calls of each operator are counted and printed: libFuzzer ends the process without Python's handlers, so now and then.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -30,6 +32,7 @@ SIZES = [0, 1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 65, 127, 129, 520]
 LAYOUTS = ("plain", "fortran", "rows back", "columns back", "wide rows", "every third column", "odd stride", "records")
 MOST_ELEMENTS = 9000  # of one state: enough for several tiles, leaves and threads, and hundreds of calls a second
 GUARD = 0xA5
+CALLS = Counter()
 
 
 class Reader:
@@ -176,6 +179,13 @@ def shape_of(columns, batch, hidden):
     return (-columns * hidden,) if columns < 0 else (batch, columns * hidden)
 
 
+def count(operator, outcome):
+    """Count a call; print the counts at every hundredth."""
+    CALLS[f"{operator.call.__name__} {outcome}"] += 1
+    if CALLS.total() % 100 == 0:
+        print("calls::", ", ".join(f"{name} {CALLS[name]}" for name in sorted(CALLS)), file=sys.stderr, flush=True)
+
+
 def one_call(data):
     """Read one call from the fuzzer's bytes, make it, and check what it did."""
     reader = Reader(data)
@@ -246,6 +256,7 @@ def one_call(data):
             raise AssertionError("a good call was refused") from error
         written = [x for x in (*inputs, *outputs) if x is not None and not x.unchanged()]
         assert not written, "a refused call wrote something"
+        count(operator, "refused")
         return
     assert may_be_written(out), "outputs that may not be written were accepted"
     native = [x.dtype.newbyteorder("=") for x in copies if isinstance(x, np.ndarray)]
@@ -265,6 +276,7 @@ def one_call(data):
                 assert source.unchanged(), "an input was written"
     for target in outputs:
         assert target is None or target.guards_intact(), "a byte beside an output was written"
+    count(operator, "taken")
 
 
 def main():
