@@ -642,7 +642,7 @@ cdef inline Py_ssize_t lanes_of(real_t one) noexcept nogil:
 
 cdef inline Py_ssize_t pitch_of(const Call* call, Py_ssize_t width) noexcept nogil:
     """A tile's widest row, space to begin it anywhere on a line, and 64 bytes before it for what is carried over."""
-    return call.tile + 3 * 64 // width
+    return call.tile + 4 * 64 // width
 
 
 cdef inline Py_ssize_t sums_doubles(const Call* call) noexcept nogil:
@@ -898,13 +898,15 @@ cdef inline void prefetch_edges(const Call* call, Py_ssize_t row, Py_ssize_t fir
 cdef inline Py_ssize_t lead_of(const Call* call, Py_ssize_t first_column, Py_ssize_t columns) noexcept nogil:
     """Columns before the first 64-byte line of every row; 0 where rows differ in it, or where little is gained.
 
-    A line that two vectors share is read or written twice. The inputs decide where outputs pass through the stage.
+    A line that two vectors share is read or written twice. The inputs decide where outputs pass through the stage, but
+    for halves, which pass through it on either side: there the lines of the outputs, which leave the cache, do.
     """
-    cdef const Plane* plane = &call.source[4] if call.staged else &call.target[0]
+    cdef bint halves = call.storage >= STORAGE_FLOAT16
+    cdef const Plane* plane = &call.source[4] if call.staged and not halves else &call.target[0]
     cdef Py_ssize_t size = call.item_bytes
     cdef Py_ssize_t lead = -<Py_ssize_t>(plane.data + first_column * size) & 63
-    if (columns < LEAD_PAYS or call.blocked or not plane.direct or call.hidden * size % 64 or plane.row_stride % 64
-            or lead % size):
+    if (columns < LEAD_PAYS or call.blocked or not (call.streaming if halves else plane.direct)
+            or call.hidden * size % 64 or plane.row_stride % 64 or lead % size):
         return 0
     return lead // size
 
@@ -937,7 +939,8 @@ cdef void compute_leaf(real_t one, row_t kind, const Call* call, const Buffers* 
                     count = call.tile + (lead if column == 0 else 0)
                 ahead = ahead_of(call, row, column + count, first_column, columns)
                 compute_tile(one, kind, call, buffers, &ahead, row, min(<Py_ssize_t>RUN_ROWS, end_row - row),
-                             first_column + column, count, lead if column == 0 else 0,
+                             first_column + column, count,
+                             lead if column == 0 and call.storage < STORAGE_FLOAT16 else 0,
                              column + count == block + block_columns, sums + column)
                 column += count
             row += RUN_ROWS

@@ -82,10 +82,12 @@ static inline uint16_t f32_to_bf16(float x) {
 static inline void f16_row_to_f32(const char *source, float *restrict target, Py_ssize_t count) {
     Py_ssize_t j = 0;
 #ifdef __AVX512F__
+#pragma GCC unroll 8
     for (; j + 16 <= count; j += 16)
         _mm512_storeu_ps(target + j, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(source + 2 * j))));
 #endif
 #ifdef __F16C__
+#pragma GCC unroll 8
     for (; j + 8 <= count; j += 8)
         _mm256_storeu_ps(target + j, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(source + 2 * j))));
 #endif
@@ -95,10 +97,12 @@ static inline void f16_row_to_f32(const char *source, float *restrict target, Py
 static inline void f32_row_to_f16(const float *restrict source, char *target, Py_ssize_t count) {
     Py_ssize_t j = 0;
 #ifdef __AVX512F__
+#pragma GCC unroll 8
     for (; j + 16 <= count; j += 16)
         _mm256_storeu_si256((__m256i *)(target + 2 * j), _mm512_cvtps_ph(_mm512_loadu_ps(source + j), 0));
 #endif
 #ifdef __F16C__
+#pragma GCC unroll 8
     for (; j + 8 <= count; j += 8)
         _mm_storeu_si128((__m128i *)(target + 2 * j), _mm256_cvtps_ph(_mm256_loadu_ps(source + j), 0));
 #endif
