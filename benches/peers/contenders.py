@@ -1,6 +1,6 @@
 """The contenders: the full operator, bias included, as the users of each system write it.
 
-Each entry of `CONTENDERS` is a function `prepare(inputs, threads) -> (runs, results)`, called in a process of its own:
+Each entry of `CONTENDERS` is a function `prepare(inputs, threads) -> (runs, results)`, called in its system's process:
 `runs` maps names to functions that run a given number of times, `results()` returns (grad_gates, grad_cx, grad_bias) of
 the last run as arrays for the check, with None for what the system does not compute. Inputs are converted to the
 system's own arrays beforehand, outputs are preallocated where the system can use them, compilation is not timed.

@@ -3,10 +3,11 @@
     python -m benches.peers.run [NAME] [--python PATH] [--python tensorflow=PATH] [--resume] [--sizes ...]
                                 [--threads ...] [--only ...] [--tables]
 
-Every contender lives in a process of its own, with the same data, restricted to as many CPUs as it may use threads.
-They stay alive and take turns on request, by the rule of `benches.measure`; a system that is not installed is left out,
-and the file says so. The file, named after the CPU unless NAME is given, is written after every size; with --resume the
-sizes that it has are not measured again. With --tables the tables of `benches.peers.table` are written too.
+Every system lives in a process of its own, with the same data, restricted to as many CPUs as it may use threads; the
+limit shares this package's process, and so its input arrays. They stay alive and take turns on request, by the rule of
+`benches.measure`; a system that is not installed is left out, and the file says so. The file, named after the CPU
+unless NAME is given, is written after every size; with --resume the sizes that it has are not measured again. With
+--tables the tables of `benches.peers.table` are written too.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = ["ContenderError", "Worker", "machine_name", "measure_size"]
 
 THREADS = (1, 2)
 # These run in the interpreter of this process unless told otherwise; --python PATH is for the others.
-HERE = ("lstmcell_bwd", "limit", "numpy")
+HERE = ("lstmcell_bwd", "numpy")
 # CPUs first, before any library counts them.
 START = """
 import os, sys
@@ -49,17 +50,17 @@ class ContenderError(RuntimeError):
 
 
 class Worker:
-    """A contender's process."""
+    """The process of one or more contenders."""
 
-    def __init__(self, name: str, python: str, threads: int) -> None:
+    def __init__(self, names: tuple[str, ...], python: str, threads: int) -> None:
         counts = {f"{library}_NUM_THREADS": str(threads) for library in THREAD_VARIABLES}
         cpus = ",".join(str(cpu) for cpu in sorted(os.sched_getaffinity(0))[-threads:])
-        if name == "lstmcell_bwd":
+        if "lstmcell_bwd" in names:
             # The very package that this process has, whose facts go into the results.
             counts["PYTHONPATH"] = str(Path(lstmcell_bwd.__file__).parents[1])
         self.threads = threads
         self.process = subprocess.Popen(
-            [python, "-P", "-c", START, cpus, str(ROOT), name],
+            [python, "-P", "-c", START, cpus, str(ROOT), *names],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -79,11 +80,11 @@ class Worker:
             raise ContenderError(answer["error"])
         return answer
 
-    def prepare(self, size: tuple[int, int]) -> tuple[dict, dict[str, str]]:
-        """Prepare a size; return the turns that can be taken and the versions of the packages behind them."""
+    def prepare(self, size: tuple[int, int]) -> tuple[dict, dict[str, str], dict[str, str]]:
+        """Prepare a size; return the turns there are, the versions of packages, and why contenders cannot run."""
         answer = self.ask(size=size, threads=self.threads)
         turns = {name: lambda name=name: self.ask(turn=name)["seconds"] for name in answer["turns"]}
-        return turns, answer["versions"]
+        return turns, answer["versions"], answer["missing"]
 
     def close(self) -> None:
         """End the process."""
@@ -93,12 +94,12 @@ class Worker:
         self.process.stdout.close()
 
 
-def measure_size(workers: dict[str, Worker], size: str) -> tuple[dict[str, object], dict[str, str], dict[str, str]]:
+def measure_size(workers: list[Worker], size: str) -> tuple[dict[str, object], dict[str, str], dict[str, str]]:
     """Let all workers take turns at one size.
 
     Parameters
     ----------
-    workers : dict of str to Worker
+    workers : list of Worker
     size : str
         As "64x512": batch x hidden size.
 
@@ -113,19 +114,16 @@ def measure_size(workers: dict[str, Worker], size: str) -> tuple[dict[str, objec
     Raises
     ------
     ContenderError
-        If this package cannot run, or another that could stops in between.
+        If this package cannot run, or a process ends, or a contender that could run stops in between.
     """
     turns, versions, missing = {}, {}, {}
-    for name, worker in workers.items():
-        try:
-            new, packages = worker.prepare(data.shape(size))
-        except ContenderError as error:
-            if name == "lstmcell_bwd":
-                raise
-            missing[name] = str(error)
-            continue
+    for worker in workers:
+        new, packages, reasons = worker.prepare(data.shape(size))
         turns |= new
         versions |= packages
+        missing |= reasons
+    if "lstmcell_bwd" not in turns:
+        raise ContenderError(missing.get("lstmcell_bwd", "it is not among the contenders"))
     row: dict[str, object] = {}
     measured = measure.take_turns(turns)
     for name in turns:
@@ -141,6 +139,13 @@ def measure_size(workers: dict[str, Worker], size: str) -> tuple[dict[str, objec
     return row, versions, missing
 
 
+def start(only: tuple[str, ...], pythons: dict[str, str], threads: int) -> list[Worker]:
+    """Start the processes: this package's, which is the limit's too, and those of the other systems in `only`."""
+    own = ("lstmcell_bwd", "limit") if "limit" in only else ("lstmcell_bwd",)
+    groups = [own, *((name,) for name in pythons if name in only and name not in own)]
+    return [Worker(names, pythons[names[0]], threads) for names in groups]
+
+
 def machine_name() -> str:
     """Return the CPU's name as a file's: "intel-xeon-processor"."""
     return "-".join(re.findall(r"[a-z0-9]+", re.sub(r"\((?:r|tm)\)", "", str(facts()["cpu"]).lower())))
@@ -154,16 +159,16 @@ def interpreters(choices: list[str]) -> dict[str, str]:
     ValueError
         For a contender or a program that is not there.
     """
-    pythons = dict.fromkeys(CONTENDERS, sys.executable)
+    pythons = dict.fromkeys((name for name in CONTENDERS if name != "limit"), sys.executable)
     for choice in sorted(choices, key=lambda choice: "=" in choice):
         name, _, path = choice.rpartition("=")
-        if name and name not in CONTENDERS:
-            msg = f"--python must be PATH or CONTENDER=PATH with one of {', '.join(CONTENDERS)}, got {choice}"
+        if name and name not in pythons:
+            msg = f"--python must be PATH or CONTENDER=PATH with one of {', '.join(pythons)}, got {choice}"
             raise ValueError(msg)
         if shutil.which(path) is None:
             msg = f"--python must name a program, got {path}"
             raise ValueError(msg)
-        pythons |= dict.fromkeys((name,) if name else (other for other in CONTENDERS if other not in HERE), path)
+        pythons |= dict.fromkeys((name,) if name else (other for other in pythons if other not in HERE), path)
     return pythons
 
 
@@ -207,8 +212,7 @@ def main() -> int:
     failures = 0
     for threads in options.threads:
         sizes = [size for size in options.sizes if (size, threads) not in done]
-        names = [name for name in CONTENDERS if name == "lstmcell_bwd" or name in options.only] if sizes else []
-        workers = {name: Worker(name, pythons[name], threads) for name in names}
+        workers = start(options.only, pythons, threads) if sizes else []
         try:
             for size in sizes:
                 try:
@@ -224,7 +228,7 @@ def main() -> int:
                 file.write_text(json.dumps(results, indent=1) + "\n")
                 report(size, threads, row)
         finally:
-            for worker in workers.values():
+            for worker in workers:
                 worker.close()
     for name, reason in results["missing"].items():
         print(f"left out: {name}: {reason}")

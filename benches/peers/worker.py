@@ -1,8 +1,8 @@
-"""One contender in a process of its own. Started by `run`; takes turns on request.
+"""Contenders in a process of their own. Started by `run`; they take turns on request.
 
-Requests and answers are JSON, one a line. {"size": [N, H], "threads": T} prepares and checks the contender and is
-answered with the names of what can take turns; {"turn": NAME} is answered with the turn's median in seconds. Anything
-that goes wrong is answered with {"error": ...}.
+Requests and answers are JSON, one a line. {"size": [N, H], "threads": T} prepares and checks the contenders and is
+answered with the names of what can take turns and the reasons of those that cannot run; {"turn": NAME} is answered with
+the turn's median in seconds. Anything that goes wrong is answered with {"error": ...}.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ def check(results, inputs) -> None:
             raise ValueError(msg)
 
 
-def prepare(name, size, threads):
+def prepare(name, inputs, threads):
     """Prepare a contender on the data of a size: its turns, after one checked run of each."""
-    inputs = data.inputs(*size)
     runs, results = CONTENDERS[name](inputs, threads)
     for run in runs.values():
         run(1)
@@ -49,7 +48,13 @@ def prepare(name, size, threads):
     return {label: measure.turn(run, least_seconds=LEAST_SECONDS) for label, run in runs.items()}
 
 
-def serve(name, requests, answer) -> None:
+def reason(error):
+    """Return what goes wrong in one line."""
+    traceback.print_exc()
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def serve(names, requests, answer) -> None:
     """Answer requests until there are no more."""
     turns = {}
     for line in requests:
@@ -58,22 +63,26 @@ def serve(name, requests, answer) -> None:
             if "turn" in request:
                 answer({"seconds": turns[request["turn"]]()})
             else:
-                turns = {}
-                turns = prepare(name, request["size"], request["threads"])
-                # By module: a distribution may have another name, as tensorflow-cpu.
-                versions = {package: sys.modules[package].__version__ for package in VERSIONS_OF[name]}
-                answer({"turns": list(turns), "versions": versions})
+                turns, versions, missing = {}, {}, {}
+                inputs = data.inputs(*request["size"])
+                for name in names:
+                    try:
+                        turns |= prepare(name, inputs, request["threads"])
+                        # By module: a distribution may have another name, as tensorflow-cpu.
+                        versions |= {package: sys.modules[package].__version__ for package in VERSIONS_OF[name]}
+                    except Exception as error:
+                        missing[name] = reason(error)
+                answer({"turns": list(turns), "versions": versions, "missing": missing})
         except Exception as error:
-            traceback.print_exc()
-            answer({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+            answer({"error": reason(error)})
 
 
 def main() -> None:
-    """Serve the contender named on the command line over standard input and output."""
+    """Serve the contenders named on the command line over standard input and output."""
     # What a library prints must not reach the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    serve(sys.argv[1], sys.stdin, lambda reply: print(json.dumps(reply), file=answers))
+    serve(sys.argv[1:], sys.stdin, lambda reply: print(json.dumps(reply), file=answers))
 
 
 if __name__ == "__main__":
