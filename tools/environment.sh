@@ -3,6 +3,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 export PYTHONSAFEPATH=1 # the installed package is tested, never the tree
+export DIST_EXTRA_CONFIG=$root/tools/build.cfg
 
 need() { # need COMMAND PACKAGE ...: installs Debian packages where a command is missing
     local command=$1
@@ -25,9 +26,7 @@ install_package() { # install_package VENV [EXTRA]: builds the tree into a fresh
     copy=$(mktemp -d)
     cp -r pyx lstmcell_bwd setup.py pyproject.toml README.md LICENSE "$copy"
     rm -f "$copy"/lstmcell_bwd/*.so
-    printf '[build_ext]\nparallel = 2\n' >"$copy/build.cfg"
-    DIST_EXTRA_CONFIG=$copy/build.cfg LSTMCELL_BWD_REQUIRE_OPENMP=1 \
-        "$1/bin/pip" install -q --no-build-isolation "$copy${2:+[$2]}"
+    LSTMCELL_BWD_REQUIRE_OPENMP=1 "$1/bin/pip" install -q --no-build-isolation "$copy${2:+[$2]}"
     rm -rf "$copy"
 }
 
