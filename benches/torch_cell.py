@@ -77,34 +77,60 @@ def training_step(cell, xs, gradients, zeros, parameters):
     return step
 
 
-def without_products(name, cell, batch):
-    """Make a cell of the same parameters whose two matrix products are there already.
+def without_products(name, cell, size, *data):
+    """Make a function that does one training step but for the matrix products, whose results are there already.
 
-    Ours is the module itself, to which its products are given. PyTorch's is what `at::lstm_cell` does behind its
-    products, called from here; there the biases belong to the products, which start from a copy of them in every row.
+    Ours is the module itself, to which its products are given; where it lets a product add to the gradient of a weight,
+    a plain addition takes its place, which moves more than the product does for it. PyTorch's is what `at::lstm_cell`
+    does behind its products, called from here; there the biases belong to the products, which start from a copy of them
+    in every row. It is followed by the engine's additions: that of every step's gradient of a weight, but for one, to
+    those of the other steps, and that of the two gradients of a hidden state. PyTorch's nodes of the products
+    themselves are left out, ours are not.
     """
     import torch
 
     import lstmcell_bwd.torch
 
+    batch, _, hidden, steps = size
+    parameters = list(cell.parameters())
     if name == "lstmcell_bwd":
-        products = itertools.cycle(torch.zeros(2, batch, 4 * cell.hidden_size).unbind())
+        products, grad_hx = itertools.cycle(torch.zeros(2, batch, 4 * hidden)), torch.zeros(batch, hidden)
+        gradients = {weight.shape: torch.zeros_like(weight) for weight in (cell.weight_ih, cell.weight_hh)}
+        fakes = {
+            "linear": lambda *_: next(products),
+            "mm": lambda *_, out=grad_hx: out,
+            "addmm": lambda *_, out: out.add_(gradients[out.shape]),
+        }
+        step = training_step(cell, *data, parameters)
 
-        def ours(x, state):
-            lstmcell_bwd.torch.linear, linear = lambda *_: next(products), lstmcell_bwd.torch.linear
+        def ours():
+            real = {key: getattr(lstmcell_bwd.torch, key) for key in fakes}
+            vars(lstmcell_bwd.torch).update(fakes)
             try:
-                return cell(x, state)
+                step()
             finally:
-                lstmcell_bwd.torch.linear = linear
+                vars(lstmcell_bwd.torch).update(real)
 
         return ours
 
-    def theirs(_, state):
+    def behind_products(_, state):
         gates = cell.bias_hh.expand(batch, -1).clone().add_(cell.bias_ih.expand(batch, -1).clone())
         i, f, g, o = gates.unsafe_chunk(4, 1)
         i, f, g, o = i.sigmoid_(), f.sigmoid_(), g.tanh_(), o.sigmoid_()
         cy = (f * state[1]).add_(i * g)
         return o * cy.tanh(), cy
+
+    step = training_step(behind_products, *data, parameters)
+    sums = [torch.zeros_like(weight) for weight in (cell.weight_ih, cell.weight_hh)]
+    gradients = [torch.zeros_like(weight) for weight in sums]
+    grad_hy, grad_hx = torch.zeros(2, batch, hidden)
+
+    def theirs():
+        step()
+        for _ in range(steps - 1):
+            for total, gradient in zip(sums, gradients, strict=True):
+                total.add_(gradient)
+            torch.add(grad_hy, grad_hx)
 
     return theirs
 
@@ -144,7 +170,7 @@ def measure_size(size):
     for name, cell in modules.items():
         parameters = list(cell.parameters())
         whole = training_step(cell, xs, *rest, parameters)
-        part = training_step(without_products(name, cell, size[0]), xs, *rest, parameters)
+        part = without_products(name, cell, size, xs, *rest)
         kept[name] = kept_bytes(whole, [*parameters, xs])
         turns["whole step", name] = measure.turn(measure.repeat(whole))
         turns["products left out", name] = measure.turn(measure.repeat(part))

@@ -1,9 +1,13 @@
 """An LSTM cell for PyTorch whose element-wise part is one fused, deterministic pass forward and one backward.
 
-Needs PyTorch (extra `torch`); nothing else of this package imports it. The two matrix products stay PyTorch's, and so
-does their share of the backward pass. What follows them is an operator of its own, registered with `torch.library`:
-its forward is `lstmcell_bwd.lstm_cell_forward`, its backward `lstmcell_bwd.lstm_cell_backward`. Tensors are passed by
-pointer, whatever their strides; kept for the backward pass are cx, cy and the activated gates.
+Needs PyTorch (extra `torch`); nothing else of this package imports it. The matrix products stay PyTorch's. What follows
+them is an operator of its own, registered with `torch.library`: its forward is `lstmcell_bwd.lstm_cell_forward`, its
+backward `lstmcell_bwd.lstm_cell_backward`. Tensors are passed by pointer, whatever their strides; kept for the backward
+pass are cx, cy and the activated gates, beside the factors of the products.
+
+An ordinary step on the CPU is one node of autograd, and the steps of a backward pass share the products that give the
+gradients of the weights. Under modes, transforms, autocast, a compiler, or with subclasses of tensors, and with
+create_graph=True, the products are PyTorch's own operations in the backward pass, too, and autograd does the sum.
 
     from lstmcell_bwd.torch import LSTMCell     # instead of: from torch.nn import LSTMCell
 
@@ -17,7 +21,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
 from lstmcell_bwd import lstm_cell_backward, lstm_cell_forward
 from lstmcell_bwd._api import choose_threads
@@ -28,8 +33,11 @@ if importlib.util.find_spec("torch") is None:
     raise ModuleNotFoundError("lstmcell_bwd.torch needs PyTorch: pip install 'lstmcell_bwd[torch]'", name="torch")
 
 import torch
-from torch import Tensor
+from torch import Tensor, addmm, mm
 from torch.nn.functional import linear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["LSTMCell", "lstm_cell"]
 
@@ -58,6 +66,11 @@ def _bits(tensor: Tensor) -> Any:
     return tensor.view(torch.int16).numpy().view(_bfloat16())
 
 
+def _array(tensor: Tensor) -> Callable[[Tensor], Any]:
+    """Return what makes an array of the memory of a tensor of this dtype."""
+    return _bits if tensor.dtype is torch.bfloat16 else Tensor.numpy
+
+
 def _threads(cx: Tensor) -> int:
     """Return the threads for a call: what the work pays for, up to PyTorch's number."""
     batch, hidden = cx.shape
@@ -67,7 +80,7 @@ def _threads(cx: Tensor) -> int:
 def _forward_on_cpu(
     input_gates: Tensor, hidden_gates: Tensor, cx: Tensor, input_bias: Tensor | None, hidden_bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    array = _bits if cx.dtype is torch.bfloat16 else Tensor.numpy
+    array = _array(cx)
     hy, cy, gates = results = _forward_shapes(input_gates, hidden_gates, cx, input_bias, hidden_bias)
     lstm_cell_forward(
         array(input_gates),
@@ -99,8 +112,24 @@ def _forward_shapes(
 def _backward_on_cpu(
     grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, gates: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    array = _bits if cx.dtype is torch.bfloat16 else Tensor.numpy
+    array = _array(cx)
     grad_gates, grad_cx, grad_bias = results = _backward_shapes(grad_hy, grad_cy, cx, cy, gates, has_bias)
+    out = array(grad_gates), array(grad_cx), array(grad_bias) if has_bias else None
+    _run_backward(grad_hy, grad_cy, cx, cy, gates, has_bias, out)
+    return results
+
+
+def _run_backward(
+    grad_hy: Tensor | None,
+    grad_cy: Tensor | None,
+    cx: Tensor,
+    cy: Tensor,
+    gates: Tensor,
+    has_bias: bool,
+    out: tuple[Any, Any, Any],
+) -> None:
+    """Run the backward kernel on CPU tensors; its outputs are arrays."""
+    array = _array(cx)
     lstm_cell_backward(
         None if grad_hy is None else array(grad_hy),
         None if grad_cy is None else array(grad_cy),
@@ -108,11 +137,10 @@ def _backward_on_cpu(
         array(cy),
         array(gates),
         has_bias,
-        out=(array(grad_gates), array(grad_cx), array(grad_bias) if has_bias else None),
+        out=out,
         device="cpu",
         num_threads=_threads(cx),
     )
-    return results
 
 
 def _backward_on_npu(
@@ -158,9 +186,12 @@ _forward = torch.ops.lstmcell_bwd.lstm_cell_forward.default
 _backward = torch.ops.lstmcell_bwd.lstm_cell_backward.default
 
 
-def _plain(cx: Tensor, gates: Tensor) -> bool:
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
+def _plain(cx: Tensor, *others: Tensor | None) -> bool:
     """Whether the dispatcher would go straight to the CPU's kernel: no subclasses, and no mode that wants to know."""
-    return type(cx) is type(gates) is Tensor and cx.is_cpu and not _modes()
+    return cx.is_cpu and not _modes() and {type(cx), *map(type, others)} <= _PLAIN
 
 
 class _Cell(torch.autograd.Function):
@@ -195,14 +226,7 @@ class _Cell(torch.autograd.Function):
         cx, cy, gates = ctx.saved_tensors
         *_, input_bias, hidden_bias = ctx.needs_input_grad
         has_bias = input_bias or hidden_bias
-        backward = _backward_on_cpu if _plain(cx, gates) else _backward
-        if _recording():  # only where the caller will differentiate the gradients (create_graph=True)
-            backward = _composite_backward
-        grad_gates, grad_cx, grad_bias = backward(grad_hy, grad_cy, cx, cy, gates, has_bias)
-        if grad_activated is not None:
-            further = grad_activated * _slopes(gates)
-            grad_gates = grad_gates + further
-            grad_bias = grad_bias + further.sum(0) if has_bias else grad_bias
+        grad_gates, grad_cx, grad_bias = _differentiated(grad_hy, grad_cy, grad_activated, cx, cy, gates, has_bias)
         return (
             grad_gates,
             grad_gates,
@@ -215,6 +239,28 @@ class _Cell(torch.autograd.Function):
 # Without the Python code of `Function.apply`.
 _recorded_forward = super(torch.autograd.Function, _Cell).apply
 _library.impl("lstm_cell_forward", _recorded_forward, "Autograd")
+
+
+def _differentiated(
+    grad_hy: Tensor | None,
+    grad_cy: Tensor | None,
+    grad_activated: Tensor | None,
+    cx: Tensor,
+    cy: Tensor,
+    gates: Tensor,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the gates before their activation, of cx and of a bias, as the call wants them made."""
+    backward = _backward_on_cpu if _plain(cx, gates, grad_hy, grad_cy) else _backward
+    # PyTorch records only where the caller will differentiate the gradients (create_graph=True).
+    if _recording() or _transforming():
+        backward = _composite_backward
+    grad_gates, grad_cx, grad_bias = backward(grad_hy, grad_cy, cx, cy, gates, has_bias)
+    if grad_activated is not None:
+        further = grad_activated * _slopes(gates)
+        grad_gates = grad_gates + further
+        grad_bias = grad_bias + further.sum(0) if has_bias else grad_bias
+    return grad_gates, grad_cx, grad_bias
 
 
 def _slopes(gates: Tensor) -> Tensor:
@@ -248,6 +294,221 @@ def _composite_backward(
         d_o = grad_hy * t
     grad_gates = torch.cat([total * g, total * cx, total * i, d_o], 1) * _slopes(gates)
     return grad_gates, total * f, grad_gates.sum(0) if has_bias else grad_gates.new_empty(0)
+
+
+# ---- a step with its products ---------------------------------------------------------------------------------------
+
+# PyTorch's own nodes make a gradient of the size of each weight in every step, and the engine adds it to that of the
+# steps before; for a small batch this takes as long as all that is element-wise. Here the steps of a backward pass put
+# the gradients of their gates below each other, and one product of many rows does the sum, too.
+
+_ROWS = 512  # of one product; with more it is no faster
+_current_pass = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # -1 outside of backward passes
+
+
+class _Sums:
+    """The gradients of a cell's parameters, summed over the steps of one backward pass.
+
+    Parameters
+    ----------
+    wanted : tuple of bool
+        Which of weight_ih, weight_hh, bias_ih and bias_hh have a gradient.
+    """
+
+    def __init__(self, wanted: tuple[bool, ...]) -> None:
+        self.wanted = wanted
+        self.weights: list[Any] = [None, None]
+        self.bias: Any = None
+        self.shape: Any = None  # of the gates that there is room for
+        self.grad_gates: Any = None  # (steps, N, 4*H)
+        self.grad_bias: Any = None  # (steps, 4*H)
+        self.arrays: tuple[Any, ...] = ()  # of the same memory
+        self.places: list[tuple[Any, ...]] = []  # the room of one step; made once, used again and again
+        self.factors: list[tuple[Tensor | None, ...]] = []  # input and hx of the steps whose products are still to come
+        self.versions: list[list[int]] = []
+
+    def add(
+        self,
+        grad_hy: Tensor | None,
+        grad_cy: Tensor | None,
+        cx: Tensor,
+        cy: Tensor,
+        gates: Tensor,
+        factors: tuple[Tensor | None, ...],
+    ) -> tuple[Tensor, Tensor]:
+        """Run the kernel for a step; return the gradients of its gates and of cx."""
+        number, has_bias, array = len(self.factors), self.wanted[2] or self.wanted[3], _array(cx)
+        if self.shape != gates.shape or number == len(self.grad_gates):
+            self._multiply()
+            number = 0
+            if self.shape != gates.shape:
+                self.shape, self.places, steps = gates.shape, [], max(1, _ROWS // max(1, len(gates)))
+                self.grad_gates = gates.new_empty(steps, *self.shape)
+                self.grad_bias = gates.new_empty(steps, self.shape[1])
+                self.arrays = array(self.grad_gates), array(self.grad_bias)
+        if number == len(self.places):
+            self.places.append((self.grad_gates[number], *(block[number] for block in self.arrays)))
+        grad_gates, of_gates, of_bias = self.places[number]
+        grad_cx = _contiguous_like(cx)
+        out = of_gates, array(grad_cx), of_bias if has_bias else None
+        _run_backward(grad_hy, grad_cy, cx, cy, gates, has_bias, out)
+        self.factors.append(factors)
+        self.versions.append(_versions(factors))
+        return grad_gates, grad_cx
+
+    def _multiply(self) -> None:
+        """Add what the steps have left to the gradients of the parameters."""
+        steps = len(self.factors)
+        if not steps:
+            return
+        if self.versions != [_versions(factors) for factors in self.factors]:
+            msg = "an input or a hidden state was changed in place while the backward pass still needed it"
+            raise RuntimeError(msg)
+        grad_gates = self.grad_gates[:steps].flatten(0, 1).t()
+        for k, factors in enumerate(zip(*self.factors, strict=True)):
+            if self.wanted[k]:
+                factor, total = torch.cat(factors), self.weights[k]
+                if total is None:
+                    self.weights[k] = mm(grad_gates, factor, out=factor.new_empty(len(grad_gates), factor.shape[1]))
+                else:
+                    addmm(total, grad_gates, factor, out=total)
+        if self.wanted[2] or self.wanted[3]:  # one after the other: the same bits for every number of threads
+            for grad_bias in self.grad_bias[:steps]:
+                self.bias = grad_bias.clone() if self.bias is None else self.bias.add_(grad_bias)
+        self.factors.clear()
+        self.versions.clear()
+
+    def finish(self) -> tuple[Tensor | None, ...]:
+        """Return the gradients of all four parameters."""
+        self._multiply()
+        return (*self.weights, *(self.bias if wanted else None for wanted in self.wanted[2:]))
+
+
+def _versions(factors: tuple[Tensor | None, ...]) -> list[int]:
+    """Return the numbers that tell whether a tensor was changed in place."""
+    return [-1 if factor is None else factor._version for factor in factors]
+
+
+class _Total(torch.autograd.Function):
+    """The node that gives a cell's parameters their gradients when all steps of the pass went through.
+
+    Its output is an empty tensor, an input of every step. The first step of a pass gives it a gradient, likewise empty,
+    that owns the `_Sums`. So autograd holds the sums until this node has run, not at all where no parameter is asked
+    for, and no longer than a pass that fails.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor | None) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return next(parameter for parameter in parameters if parameter is not None).new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, owner: Any) -> tuple[Tensor | None, ...]:
+        return (None,) * 4 if owner is None else owner.sums.finish()
+
+
+class _Shared:
+    """What steps with the same parameters share, for as long as their graph lives."""
+
+    def __init__(self, parameters: tuple[Tensor | None, ...]) -> None:
+        self.parameters = parameters  # so that their ids stay theirs
+        self.wanted = tuple(parameter is not None and parameter.requires_grad for parameter in parameters)
+        self.total = _Total.apply(*parameters)
+        self.passes: weakref.WeakValueDictionary[int, _Sums] = weakref.WeakValueDictionary()
+
+    def sums(self) -> tuple[_Sums, Any]:
+        """Return the sums of this backward pass and, for its first step, the gradient of `total`."""
+        number = _current_pass()
+        sums, owner = self.passes.get(number), None
+        if sums is None:
+            sums = self.passes[number] = _Sums(self.wanted)
+            owner = self.total.new_empty(0)
+            owner.sums = sums
+        return sums, owner
+
+
+_shared: weakref.WeakValueDictionary[Any, _Shared] = weakref.WeakValueDictionary()
+
+
+def _share(*parameters: Tensor | None) -> _Shared | None:
+    """Return what steps with these parameters share, None where none of them has a gradient.
+
+    A tensor that was changed in place may have another node, and so may one whose dtype was changed.
+    """
+    key = tuple([p is not None and p.requires_grad and (id(p), p._version, p.dtype) for p in parameters])
+    shared = _shared.get(key)
+    if shared is None and any(key):
+        shared = _shared[key] = _Shared(parameters)
+    return shared
+
+
+class _Step(torch.autograd.Function):
+    """Autograd of a whole step on plain CPU tensors.
+
+    `gates` is an output for the reason given at `_Cell`. `total` is `shared.total`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        shared: _Shared | None,
+        total: Tensor | None,
+        input: Tensor,
+        hx: Tensor,
+        cx: Tensor,
+        weight_ih: Tensor,
+        weight_hh: Tensor,
+        bias_ih: Tensor | None,
+        bias_hh: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        input_gates, hidden_gates = linear(input, weight_ih), linear(hx, weight_hh)
+        _, cy, gates = results = _forward_on_cpu(input_gates, hidden_gates, cx, bias_ih, bias_hh)
+        ctx.set_materialize_grads(False)
+        ctx.shared = shared
+        _, _, of_input, of_hx, _, of_weight_ih, of_weight_hh, _, _ = ctx.needs_input_grad
+        ctx.save_for_backward(
+            input if of_weight_ih else None,
+            hx if of_weight_hh else None,
+            weight_ih if of_input else None,
+            weight_hh if of_hx else None,
+            cx,
+            cy,
+            gates,
+        )
+        return results
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_hy: Tensor | None, grad_cy: Tensor | None, grad_activated: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        input, hx, weight_ih, weight_hh, cx, cy, gates = ctx.saved_tensors
+        _, of_total, of_input, of_hx, _, of_weight_ih, of_weight_hh, of_bias_ih, of_bias_hh = ctx.needs_input_grad
+        has_bias = of_bias_ih or of_bias_hh
+        owner = grad_weight_ih = grad_weight_hh = grad_bias_ih = grad_bias_hh = None
+        if (
+            of_total
+            and grad_activated is None
+            and not _recording()
+            and not _transforming()
+            and _plain(cx, gates, grad_hy, grad_cy)
+            and _current_pass() >= 0
+        ):
+            sums, owner = ctx.shared.sums()
+            grad_gates, grad_cx = sums.add(grad_hy, grad_cy, cx, cy, gates, (input, hx))
+        else:
+            grad_gates, grad_cx, grad_bias = _differentiated(grad_hy, grad_cy, grad_activated, cx, cy, gates, has_bias)
+            grad_weight_ih = grad_gates.t().mm(input) if of_weight_ih else None
+            grad_weight_hh = grad_gates.t().mm(hx) if of_weight_hh else None
+            grad_bias_ih = grad_bias if of_bias_ih else None
+            grad_bias_hh = grad_bias if of_bias_hh else None
+        grad_input = mm(grad_gates, weight_ih) if of_input else None
+        grad_hx = mm(grad_gates, weight_hh) if of_hx else None
+        return (
+            None, owner, grad_input, grad_hx, grad_cx, grad_weight_ih, grad_weight_hh, grad_bias_ih, grad_bias_hh
+        )  # fmt: skip
+
+
+_recorded_step = super(torch.autograd.Function, _Step).apply
 
 
 # ---- the cell -------------------------------------------------------------------------------------------------------
@@ -367,16 +628,27 @@ def lstm_cell(
     cell is computed in that of cx, so a float32 state stays float32 as with `torch.nn.LSTMCell`.
 
     The gradients of the gates, of cx and of the biases have the same bits for every number of threads; both biases
-    have the same gradient. Threads are PyTorch's (`torch.set_num_threads`), fewer where the work is small. A second
-    derivative (create_graph=True) is computed by PyTorch's own operations, and so is everything under a transform of
-    `torch.func`. `torch.compile` keeps the two operators as they are and fuses around them. Forward-mode derivatives
-    of `torch.autograd.forward_ad` are not supported.
+    have the same gradient. Threads are PyTorch's (`torch.set_num_threads`), fewer where the work is small. An input or
+    a hidden state that is changed in place during the backward pass, while the gradient of a weight still needs it,
+    raises a RuntimeError. A second derivative (create_graph=True) is computed by PyTorch's own operations, and so is
+    everything under a transform of `torch.func`. `torch.compile` keeps the two operators as they are and fuses around
+    them. Forward-mode derivatives of `torch.autograd.forward_ad`, gradients in batches (is_grads_batched) and PyTorch's
+    compiled autograd are not supported.
     """
     state, cx = hx
     compiling = torch.compiler.is_compiling()
     plain = not compiling and _fit(input, state, cx, weight_ih, weight_hh, bias_ih, bias_hh)
     if not plain:
         _check(input, state, cx, weight_ih, weight_hh, bias_ih, bias_hh)
+    elif (
+        not _transforming()
+        and _plain(cx, input, state, weight_ih, weight_hh, bias_ih, bias_hh)
+        and not torch.is_autocast_enabled("cpu")
+    ):
+        shared = _share(weight_ih, weight_hh, bias_ih, bias_hh) if _recording() else None
+        total = None if shared is None else shared.total
+        hy, cy, _ = _recorded_step(shared, total, input, state, cx, weight_ih, weight_hh, bias_ih, bias_hh)
+        return hy, cy
     input_gates, hidden_gates = linear(input, weight_ih), linear(state, weight_hh)
     if not plain or input_gates.dtype is not cx.dtype:  # as autocast wants the products
         input_gates, hidden_gates = input_gates.to(cx.dtype), hidden_gates.to(cx.dtype)

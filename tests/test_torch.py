@@ -1,5 +1,6 @@
 """The PyTorch cell: its derivatives, what it shares with torch.nn.LSTMCell, and that no tensor is copied."""
 
+import contextlib
 import copy
 import importlib
 import itertools
@@ -8,6 +9,7 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -293,6 +295,394 @@ def test_less_is_kept():
             rolled_out(cell, xs)
         kept.append(sum(storages.values()))
     assert kept[1] < kept[0]
+
+
+# ---- the parameters' gradients over several steps ------------------------------------------------------------------
+
+
+@pytest.fixture
+def summed(monkeypatch):
+    """Record the gradients that sums over the steps of a pass have given to autograd."""
+    finish, seen = module._Sums.finish, []
+
+    def record(self):
+        results = finish(self)
+        seen.append([None if result is None else result.data_ptr() for result in results])
+        return results
+
+    monkeypatch.setattr(module._Sums, "finish", record)
+    return seen
+
+
+def gradients(cell, xs=None, state=None):
+    """Return the gradients of a cell's parameters, for a sequence of three steps unless it is given."""
+    xs = torch.randn(3, BATCH, INPUT, generator=torch.Generator().manual_seed(5)).double() if xs is None else xs
+    parameters = [parameter for parameter in cell.parameters() if parameter.requires_grad]
+    return torch.autograd.grad(rolled_out(cell, xs, state), parameters)
+
+
+def shared_by(cell):
+    """Return what the living graphs of a cell share."""
+    return [shared for shared in module._shared.values() if shared.parameters[0] is cell.weight_ih]
+
+
+def hooked(cell, hook):
+    """Return what `gradients` differentiates, with a hook in the middle of its backward pass, and the hook's handle."""
+    xs = torch.randn(3, BATCH, INPUT, generator=torch.Generator().manual_seed(5)).double()
+    state = cell(xs[0])
+
+    def run(_):
+        hook()
+
+    handle = state[0].register_hook(run)
+    return (state[0] * 2 + state[1].square()).sum() + rolled_out(cell, xs[1:], state), handle
+
+
+def assert_same(results, wanted):
+    for result, expected in zip(results, wanted, strict=True):
+        torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 10, 512])
+@pytest.mark.parametrize("bias", [True, False])
+def test_sums_over_steps(monkeypatch, summed, rows, bias):
+    """However many steps fit into one product; as PyTorch's cell, and as the way that leaves the sums to autograd."""
+    monkeypatch.setattr(module, "_ROWS", rows)
+    theirs, ours = pair(torch.float64, bias=bias)
+    wanted = gradients(theirs)
+    assert_same(gradients(ours), wanted)
+    assert len(summed) == 1
+    monkeypatch.setattr(module, "_current_pass", lambda: -1)
+    assert_same(gradients(ours), wanted)
+    assert len(summed) == 1
+
+
+@pytest.mark.parametrize("batches", [(4, 3, 3, 1), (9, 2, 2), (3, 0, 0), (0,)])
+def test_batches_that_shrink(monkeypatch, batches):
+    """As those of sequences of several lengths do; also past the rows of one product."""
+    monkeypatch.setattr(module, "_ROWS", 6)
+    xs = torch.randn(len(batches), max(batches), INPUT).double()
+    results = []
+    for cell in pair(torch.float64):
+        total, state = 0, tuple(torch.ones(2, max(batches), HIDDEN).double())
+        for x, batch in zip(xs, batches, strict=True):
+            state = cell(x[:batch], tuple(part[:batch] for part in state))
+            total = total + (state[0] * 2 + state[1].square()).sum()
+        results.append(torch.autograd.grad(total, list(cell.parameters())))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("wanted", list(itertools.product([True, False], repeat=4)))
+def test_frozen_parameters(wanted):
+    results = []
+    for cell in pair(torch.float64):
+        x = torch.randn(BATCH, INPUT, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
+        for parameter, needed in zip(cell.parameters(), wanted, strict=True):
+            parameter.requires_grad_(needed)
+        rolled_out(cell, [x, x, x]).backward()
+        assert [parameter.grad is not None for parameter in cell.parameters()] == list(wanted)
+        results.append([x.grad, *(parameter.grad for parameter in cell.parameters() if parameter.requires_grad)])
+    assert_same(*results)
+
+
+def test_parameter_frozen_between_steps():
+    results = []
+    x = torch.randn(BATCH, INPUT).double()
+    for cell in pair(torch.float64):
+        first = cell(x)
+        cell.weight_hh.requires_grad_(False)
+        second = cell(x, first)
+        cell.weight_hh.requires_grad_()
+        rolled_out(cell, [x], second).backward()
+        results.append([parameter.grad for parameter in cell.parameters()])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_several_graphs_of_one_cell(summed, together):
+    results = []
+    xs, ys = torch.randn(2, 3, BATCH, INPUT).double()
+    for cell in pair(torch.float64):
+        losses = rolled_out(cell, xs), rolled_out(cell, ys)
+        if together:
+            torch.autograd.backward(losses)
+        else:
+            for loss in losses:
+                loss.backward()
+        results.append([parameter.grad for parameter in cell.parameters()])
+    assert_same(*results)
+    assert len(summed) == (1 if together else 2)
+
+
+def test_backward_twice():
+    cell = LSTMCell(INPUT, HIDDEN)
+    loss = rolled_out(cell, torch.randn(3, BATCH, INPUT))
+    first = torch.autograd.grad(loss, list(cell.parameters()), retain_graph=True)
+    assert_same(torch.autograd.grad(loss, list(cell.parameters())), first)
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("wanted", [*itertools.combinations(range(6), 1), (0, 2), (1, 3, 5)])
+def test_gradients_of_some(monkeypatch, wanted):
+    """The same as when all are asked for; no product of the weights where none of them is; nothing is left behind."""
+    cell = LSTMCell(INPUT, HIDDEN)
+    x, hx, cx = arguments(torch.float32)[:3]
+    asked = [x, hx, *cell.parameters()]
+    loss = rolled_out(cell, [x, x, x], (hx, cx))
+    full = torch.autograd.grad(loss, asked, retain_graph=True)
+    monkeypatch.setattr(module, "_ROWS", 4)
+    multiply, products = module._Sums._multiply, []
+    monkeypatch.setattr(module._Sums, "_multiply", lambda self: (products.append(len(self.factors)), multiply(self)))
+    results = torch.autograd.grad(loss, [asked[k] for k in wanted], retain_graph=True)
+    assert_same(results, [full[k] for k in wanted])
+    assert any(products) == (max(wanted) >= 2)
+    (shared,) = shared_by(cell)
+    assert not shared.passes
+    del loss, shared
+    assert not shared_by(cell)
+
+
+def test_pass_that_fails():
+    """What the steps before the failure have left has no part in the next pass."""
+    cell = LSTMCell(INPUT, HIDDEN, dtype=torch.float64)
+    wanted = gradients(cell)
+    loss, handle = hooked(cell, lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        torch.autograd.grad(loss, list(cell.parameters()), retain_graph=True)
+    (shared,) = shared_by(cell)
+    assert not shared.passes
+    handle.remove()
+    assert_same(torch.autograd.grad(loss, list(cell.parameters())), wanted)
+
+
+@pytest.mark.parametrize("graphs", [1, 2])
+def test_passes_in_two_threads(graphs):
+    """At once, over one graph or two of the same cell: each thread waits for the other in the middle of its pass."""
+    cell = LSTMCell(INPUT, HIDDEN, dtype=torch.float64)
+    wanted = gradients(cell)
+    barrier = threading.Barrier(2, timeout=30)
+    losses = [hooked(cell, barrier.wait)[0] for _ in range(graphs)]
+    results = [None, None]
+
+    def run(k):
+        results[k] = torch.autograd.grad(losses[k % graphs], list(cell.parameters()), retain_graph=True)
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        assert_same(result, wanted)
+
+
+def test_pass_within_a_pass():
+    """A hook that computes other gradients of the same cell takes nothing from the pass that it is in."""
+    cell = LSTMCell(INPUT, HIDDEN, dtype=torch.float64)
+    wanted = gradients(cell)
+    inner = []
+    loss, _ = hooked(cell, lambda: inner.append(torch.enable_grad()(gradients)(cell)))
+    assert_same(torch.autograd.grad(loss, list(cell.parameters())), wanted)
+    assert_same(inner[0], wanted)
+
+
+def test_hooks_see_the_sum_once():
+    """Those of a weight, of its accumulation (as in data-parallel training), and of a hidden state."""
+    runs = []
+    xs = torch.randn(3, BATCH, INPUT).double()
+    for cell in pair(torch.float64):
+        seen = []
+        accumulation = cell.weight_ih.expand_as(cell.weight_ih).grad_fn.next_functions[0][0]
+        accumulation.register_hook(lambda *_, seen=seen: seen.append(torch.ones(1)))
+        cell.weight_hh.register_hook(lambda gradient, seen=seen: seen.append(gradient) or gradient * 2)
+        cell.bias_ih.register_post_accumulate_grad_hook(lambda bias, seen=seen: seen.append(bias.grad.clone()))
+        state = cell(xs[0])
+        state[0].register_hook(lambda gradient: gradient * 3)
+        rolled_out(cell, xs[1:], state).backward()
+        assert len(seen) == 3
+        runs.append([*(parameter.grad for parameter in cell.parameters()), *sorted(seen, key=len)])
+    assert_same(*runs)
+
+
+def test_gradients_are_handed_over(summed):
+    """Autograd takes the weights' gradients as they are: a copy would cost what the sum saves."""
+    cell = LSTMCell(INPUT, HIDDEN)
+    rolled_out(cell, torch.randn(3, BATCH, INPUT)).backward()
+    assert summed[0][:2] == [cell.weight_ih.grad.data_ptr(), cell.weight_hh.grad.data_ptr()]
+
+
+@pytest.mark.parametrize("name", ["weight_ih", "weight_hh", "input", "hx"])
+def test_changed_in_place_before_the_pass(name):
+    given = dict(zip(NAMES, arguments(torch.float32), strict=True))
+    values = {key: tensor * 1 for key, tensor in given.items()}
+    hy, _ = called(*values.values())
+    with torch.no_grad():
+        values[name].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        hy.sum().backward()
+
+
+def test_changed_in_place_during_the_pass():
+    """A step that went through still needs its input for the product."""
+    cell = LSTMCell(INPUT, HIDDEN, dtype=torch.float64)
+    x = torch.randn(BATCH, INPUT).double()
+    loss, _ = hooked(lambda y, state=None: cell(y if state is None else x, state), lambda: x.zero_())
+    with pytest.raises(RuntimeError, match="changed in place while the backward pass still needed it"):
+        loss.backward()
+
+
+def test_weights_changed_between_updates():
+    """By an optimiser while an older graph still lives: the new graph has the new values, the old one refuses."""
+    theirs, ours = pair(torch.float64)
+    x = torch.randn(BATCH, INPUT).double()
+    old = rolled_out(ours, [x, x])
+    for cell in (theirs, ours):
+        with torch.no_grad():
+            for parameter in cell.parameters():
+                parameter.mul_(0.5)
+    assert_same(gradients(ours), gradients(theirs))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        old.backward()
+
+
+def test_dtype_changed_while_a_graph_lives():
+    theirs, ours = pair(torch.float32)
+    graph = rolled_out(ours, torch.randn(2, BATCH, INPUT))
+    assert_same(gradients(ours.double()), gradients(theirs.double()))
+    del graph
+
+
+@pytest.mark.parametrize("how", ["products", "views", "changed in place"])
+def test_weights_that_are_computed(how):
+    """Also changed in place while a graph with the old values lives."""
+    given = arguments(torch.float64)
+    results = []
+    for step in (called, lambda x, hx, cx, *parameters: torch.lstm_cell(x, (hx, cx), *parameters)):
+        x, hx, cx, weight_ih, weight_hh, *biases = given
+        weight_ih, weight_hh = (weight_ih[:], weight_hh[:]) if how == "views" else (weight_ih * 2, weight_hh.sin())
+        old, _ = step(x, hx, cx, weight_ih, weight_hh, *biases)
+        if how == "changed in place":
+            weight_hh.mul_(0.5)
+        for _ in range(3):
+            hx, cx = step(x, hx, cx, weight_ih, weight_hh, *biases)
+        results.append(torch.autograd.grad((hx * cx).sum(), given))
+        del old
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_parametrised_weights(cached):
+    from torch.nn.utils import parametrize
+    from torch.nn.utils.parametrizations import weight_norm
+
+    results = []
+    for cell in pair(torch.float64):
+        weight_norm(cell, "weight_hh")
+        with parametrize.cached() if cached else contextlib.nullcontext():
+            results.append(dict(zip(dict(cell.named_parameters()), gradients(cell), strict=True)))
+    assert results[0].keys() == results[1].keys()
+    assert_same(results[1].values(), results[0].values())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    cell = LSTMCell(INPUT, HIDDEN, dtype=torch.float64)
+    xs = torch.randn(4, BATCH, INPUT).double().requires_grad_()
+    wanted = torch.autograd.grad(rolled_out(cell, xs), [xs, *cell.parameters()])
+    total, state = 0, tuple(torch.zeros(2, BATCH, HIDDEN).double())
+
+    def two_steps(x, y, hx, cx):
+        first = cell(x, (hx, cx))
+        second = cell(y, first)
+        return (first[0] * 2 + first[1].square() + second[0] * 2 + second[1].square()).sum(), *second
+
+    for k in (0, 2):
+        part, *state = checkpoint(two_steps, xs[k], xs[k + 1], *state, use_reentrant=reentrant)
+        total = total + part
+    total.backward()
+    assert_same([xs.grad, *(parameter.grad for parameter in cell.parameters())], wanted)
+
+
+def test_gradcheck_of_several_steps():
+    """Weights that all steps share, in first and second derivatives."""
+
+    def steps(x, hx, cx, *parameters):
+        for _ in range(2):
+            hx, cx = lstm_cell(x, (hx, cx), *parameters)
+        return hx, cx
+
+    given = arguments(batch=2, hidden=2)
+    assert torch.autograd.gradcheck(steps, given)
+    assert torch.autograd.gradgradcheck(steps, given)
+
+
+def test_weights_shared_by_two_modules():
+    results = []
+    xs = torch.randn(2, BATCH, INPUT).double()
+    for first in pair(torch.float64):
+        second = type(first)(INPUT, HIDDEN, dtype=torch.float64)
+        second.load_state_dict(first.state_dict())
+        second.weight_hh, second.bias_ih = first.weight_hh, first.bias_ih
+        (rolled_out(first, xs) + rolled_out(second, xs.flip(0)) + second.weight_hh.square().sum()).backward()
+        results.append([parameter.grad for parameter in (*first.parameters(), second.weight_ih, second.bias_hh)])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cell: pickle.loads(pickle.dumps(cell))])
+def test_copies_while_a_graph_lives(copied):
+    cell = LSTMCell(INPUT, HIDDEN, dtype=torch.float64)
+    graph = rolled_out(cell, torch.randn(2, BATCH, INPUT).double())
+    assert_same(gradients(copied(cell)), gradients(cell))
+    del graph
+
+
+@pytest.mark.parametrize("rows", [1, 512])
+def test_backward_under_autocast(monkeypatch, rows):
+    """The sums keep their precision."""
+    monkeypatch.setattr(module, "_ROWS", rows)
+    cell = LSTMCell(INPUT, HIDDEN)
+    xs = torch.randn(3, BATCH, INPUT)
+    loss = sum(cell(x)[0].sum() for x in xs)
+    wanted = torch.autograd.grad(loss, list(cell.parameters()), retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        results = torch.autograd.grad(loss, list(cell.parameters()))
+    assert all(torch.equal(result, expected) for result, expected in zip(results, wanted, strict=True))
+
+
+def test_anomaly_detection():
+    cell = LSTMCell(INPUT, HIDDEN, dtype=torch.float64)
+    wanted = gradients(cell)
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+        assert_same(gradients(cell), wanted)
+
+
+def test_saved_tensors_elsewhere():
+    """As where they are kept on a disk between the passes."""
+    cell = LSTMCell(INPUT, HIDDEN, dtype=torch.float64)
+    wanted = gradients(cell)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.numpy(force=True).copy(), torch.from_numpy):
+        assert_same(gradients(cell), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_change_no_bit_of_a_sequence(monkeypatch, dtype):
+    """Given the products, whose bits are PyTorch's affair."""
+    given = arguments(dtype, batch=96, hidden=512)
+    products = [torch.randn(96, 2048).to(dtype) for _ in range(2)]
+    runs = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        source = itertools.cycle(products)
+        monkeypatch.setattr(module, "linear", lambda *_, source=source: next(source))
+        x, hx, cx, *parameters = given
+        for _ in range(8):
+            hy, cx = lstm_cell(x, (hx, cx), *parameters)
+        runs.append(torch.autograd.grad((hy + cx).sum(), [given[2], *given[5:]]))
+    for results in zip(*runs, strict=True):
+        assert all(torch.equal(result, results[0]) for result in results)
 
 
 # ---- pointers, layouts, threads -----------------------------------------------------------------------------------
