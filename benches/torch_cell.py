@@ -39,8 +39,9 @@ torch_cell.serve(*sys.argv[1:])
 """
 EXPLANATION = (
     "float32. *products left out*: a training step (all steps of the sequence forward, then backward) without the "
-    "matrix products; *whole step*: with them; *kept*: for the backward pass. Ratios are PyTorch's time over ours, the "
-    "median of five rounds and in brackets the smallest, bold where PyTorch is the faster one."
+    "matrix products, but with the additions of the weights' gradients; *whole step*: with them; *kept*: for the "
+    "backward pass. Ratios are PyTorch's time over ours, the median of five rounds and in brackets the smallest, bold "
+    "where PyTorch is the faster one."
 )
 
 
