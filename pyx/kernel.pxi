@@ -22,8 +22,8 @@
 #    (total and with it d_i takes grad_hy, o, cy and grad_cy as a factor or a term, d_i also i and g, d_f also cx and
 #    f; Inf and NaN survive multiplication and addition. An Inf from overflow only costs the second look.)
 # d) Many processors take hundreds of cycles for a multiplication that meets a number below the normal ones, which is
-#    what vanishing gradients become. So an element whose gradients are both below 2^-76 (2^-500 in float64) is computed
-#    from 2^76 (2^500) times their values, and its results are taken back; both ways by arithmetic on the bits. That
+#    what vanishing gradients become. So an element whose gradients are both below 2^-63 (2^-511 in float64) is computed
+#    from 2^63 (2^511) times their values, and its results are taken back; both ways by arithmetic on the bits. That
 #    depends on the element alone, not on its company, and a row without such gradients is left as it is.
 # e) Memory. Outputs that bypass the cache leave in whole 64-byte lines; inputs that come from memory are asked for a
 #    tile ahead, a part between each two loops, so that they travel while this tile is computed.
@@ -251,12 +251,12 @@ cdef inline real_t poison(real_t x) noexcept nogil:
 
 cdef extern from *:
     """
-    static const float F32_LIFTED_QUANTUM = 0x1p-73f;   /* 2^76 times the smallest number above 0 */
-    static const double F64_LIFTED_QUANTUM = 0x1p-574;  /* 2^500 times that */
-    static const float F32_QUANTA = 0x1p73f;
-    static const double F64_QUANTA = 0x1p574;
-    #define F32_LOW ((127u - 76u) << 24)                /* 2^-76, as bits shifted left by one */
-    #define F64_LOW ((1023ull - 500ull) << 53)
+    static const float F32_LIFTED_QUANTUM = 0x1p-86f;   /* 2^63 times the smallest number above 0 */
+    static const double F64_LIFTED_QUANTUM = 0x1p-563;  /* 2^511 times that */
+    static const float F32_QUANTA = 0x1p86f;
+    static const double F64_QUANTA = 0x1p563;
+    #define F32_LOW ((127u - 63u) << 24)                /* 2^-63, as bits shifted left by one: a power of two */
+    #define F64_LOW ((1023ull - 511ull) << 53)
     #define F32_MODERATE ((127u + 20u) << 24)           /* 2^20 */
     #define F64_MODERATE ((1023ull + 20ull) << 53)
     """
@@ -267,7 +267,7 @@ cdef extern from *:
 
 
 cdef inline bint is_low(real_t x) noexcept nogil:
-    """Whether |x| < 2^-76 (2^-500)."""
+    """Whether |x| < 2^-63 (2^-511)."""
     return bits_f32(x) << 1 < F32_LOW if real_t is float else bits_f64(x) << 1 < F64_LOW
 
 
@@ -277,7 +277,7 @@ cdef inline bint is_moderate(real_t x) noexcept nogil:
 
 
 cdef inline real_t lifted(real_t x) noexcept nogil:
-    """2^76 x (2^500 x), of a low x."""
+    """2^63 x (2^511 x), of a low x."""
     cdef uint32_t narrow
     cdef uint64_t wide
     cdef real_t y
@@ -285,27 +285,27 @@ cdef inline real_t lifted(real_t x) noexcept nogil:
         # Below the normal numbers the bits count quanta; as the last bits of 2^23 + count they become a number.
         narrow = bits_f32(x) & 0x7fffffffu
         y = (f32_bits(narrow | 0x4b000000u) - <real_t>8388608) * F32_LIFTED_QUANTUM
-        y = y if narrow < 0x00800000u else f32_bits(narrow + (<uint32_t>76 << 23))
+        y = y if narrow < 0x00800000u else f32_bits(narrow + (<uint32_t>63 << 23))
     else:
         wide = bits_f64(x) & 0x7fffffffffffffffu
         y = (f64_bits(wide | 0x4330000000000000u) - <real_t>4503599627370496) * F64_LIFTED_QUANTUM
-        y = y if wide < 0x0010000000000000u else f64_bits(wide + (<uint64_t>500 << 52))
+        y = y if wide < 0x0010000000000000u else f64_bits(wide + (<uint64_t>511 << 52))
     return with_sign(y, x)
 
 
 cdef inline real_t settled(real_t y) noexcept nogil:
-    """2^-76 y (2^-500 y), to nearest even, for finite y."""
+    """2^-63 y (2^-511 y), to nearest even, for finite y."""
     cdef uint32_t narrow
     cdef uint64_t wide
     cdef real_t x
     if real_t is float:
         narrow = bits_f32(y) & 0x7fffffffu
         x = f32_bits(bits_f32(f32_bits(narrow) * F32_QUANTA + <real_t>8388608) - 0x4b000000u)
-        x = x if narrow < <uint32_t>77 << 23 else f32_bits(narrow - (<uint32_t>76 << 23))
+        x = x if narrow < <uint32_t>64 << 23 else f32_bits(narrow - (<uint32_t>63 << 23))
     else:
         wide = bits_f64(y) & 0x7fffffffffffffffu
         x = f64_bits(bits_f64(f64_bits(wide) * F64_QUANTA + <real_t>4503599627370496) - 0x4330000000000000u)
-        x = x if wide < <uint64_t>501 << 52 else f64_bits(wide - (<uint64_t>500 << 52))
+        x = x if wide < <uint64_t>512 << 52 else f64_bits(wide - (<uint64_t>511 << 52))
     return with_sign(x, y)
 
 
@@ -433,25 +433,21 @@ cdef void poison_row(real_t one, Py_ssize_t count,
         grad_cx[j] = grad_cx[j] + (in_total + poison(<real_t>f[j]))
 
 
-cdef inline bint has_low_gradient(real_t one, Py_ssize_t count,
-                                  row_t grad_hy, row_t grad_cy) noexcept nogil:                              # IN
-    """Whether a gradient is low and not 0."""
+cdef inline bint has_low_gradients(real_t one, Py_ssize_t count,
+                                   row_t grad_hy, row_t grad_cy) noexcept nogil:                             # IN
+    """Whether there is an element whose gradients are both low, and not both 0."""
     cdef Py_ssize_t j
-    cdef uint32_t a, b, narrow = 0xffffffffu
-    cdef uint64_t c, d, wide = 0xffffffffffffffffu
+    cdef uint32_t a, narrow = 0xffffffffu
+    cdef uint64_t b, wide = 0xffffffffffffffffu
     for j in range(count):
-        # Less one, 0 is the largest of all.
+        # Below a power of two are both if their union is; less one, 0 is not. That is, if the two highest bits are 0.
         if real_t is float:
-            a = (bits_f32(<real_t>grad_hy[j]) << 1) - 1u
-            b = (bits_f32(<real_t>grad_cy[j]) << 1) - 1u
-            a = a if a < b else b
-            narrow = a if a < narrow else narrow
+            a = ((bits_f32(<real_t>grad_hy[j]) | bits_f32(<real_t>grad_cy[j])) << 1) - 1u
+            narrow &= a | (a << 1)
         else:
-            c = (bits_f64(<real_t>grad_hy[j]) << 1) - 1u
-            d = (bits_f64(<real_t>grad_cy[j]) << 1) - 1u
-            c = c if c < d else d
-            wide = c if c < wide else wide
-    return narrow < F32_LOW - 1u if real_t is float else wide < F64_LOW - 1u
+            b = ((bits_f64(<real_t>grad_hy[j]) | bits_f64(<real_t>grad_cy[j])) << 1) - 1u
+            wide &= b | (b << 1)
+    return (narrow >> 31 == 0) if real_t is float else (wide >> 63 == 0)
 
 
 cdef void lift_row(real_t one, Py_ssize_t count,
@@ -822,7 +818,7 @@ cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* 
                 plane = &call.source[k]
                 if plane.data != NULL and not plane.direct and not plane.blocked:
                     pack_row(one, plane, call.storage, first_row + r, column, count, source[k])
-        low = has_low_gradient(one, count, <row_t>source[0], <row_t>source[1])
+        low = has_low_gradients(one, count, <row_t>source[0], <row_t>source[1])
         if low:
             lift_row(one, count, <row_t>source[0], <row_t>source[1], <row_t>source[2], <row_t>source[3],
                      <row_t>source[4], <row_t>source[5], <row_t>source[6], <row_t>source[7],
