@@ -313,17 +313,20 @@ class _Sums:
     ----------
     wanted : tuple of bool
         Which of weight_ih, weight_hh, bias_ih and bias_hh have a gradient.
+    steps : int
+        How many steps are expected; there may be more.
     """
 
-    def __init__(self, wanted: tuple[bool, ...]) -> None:
-        self.wanted = wanted
+    def __init__(self, wanted: tuple[bool, ...], steps: int) -> None:
+        self.wanted, self.steps = wanted, steps
         self.weights: list[Any] = [None, None]
         self.bias: Any = None
-        self.shape: Any = None  # of the gates that there is room for
+        self.shape: Any = None  # of the gates of one step
+        self.room = 0  # for so many steps
         self.grad_gates: Any = None  # (steps, N, 4*H)
         self.grad_bias: Any = None  # (steps, 4*H)
         self.arrays: tuple[Any, ...] = ()  # of the same memory
-        self.places: list[tuple[Any, ...]] = []  # the room of one step; made once, used again and again
+        self.places: list[tuple[Any, ...]] = []  # what of them is one step's; made once, used again and again
         self.factors: list[tuple[Tensor | None, ...]] = []  # input and hx of the steps whose products are still to come
         self.versions: list[list[int]] = []
 
@@ -338,13 +341,14 @@ class _Sums:
     ) -> tuple[Tensor, Tensor]:
         """Run the kernel for a step; return the gradients of its gates and of cx."""
         number, has_bias, array = len(self.factors), self.wanted[2] or self.wanted[3], _array(cx)
-        if self.shape != gates.shape or number == len(self.grad_gates):
+        if self.shape != gates.shape or number == self.room:
             self._multiply()
             number = 0
             if self.shape != gates.shape:
-                self.shape, self.places, steps = gates.shape, [], max(1, _ROWS // max(1, len(gates)))
-                self.grad_gates = gates.new_empty(steps, *self.shape)
-                self.grad_bias = gates.new_empty(steps, self.shape[1])
+                self.shape, self.places = gates.shape, []
+                self.room = max(1, min(self.steps, _ROWS // max(1, self.shape[0])))
+                self.grad_gates = gates.new_empty(self.room, *self.shape)
+                self.grad_bias = gates.new_empty(self.room, self.shape[1])
                 self.arrays = array(self.grad_gates), array(self.grad_bias)
         if number == len(self.places):
             self.places.append((self.grad_gates[number], *(block[number] for block in self.arrays)))
@@ -369,7 +373,7 @@ class _Sums:
             if self.wanted[k]:
                 factor, total = torch.cat(factors), self.weights[k]
                 if total is None:
-                    self.weights[k] = mm(grad_gates, factor, out=factor.new_empty(len(grad_gates), factor.shape[1]))
+                    self.weights[k] = mm(grad_gates, factor, out=factor.new_empty(grad_gates.shape[0], factor.shape[1]))
                 else:
                     addmm(total, grad_gates, factor, out=total)
         if self.wanted[2] or self.wanted[3]:  # one after the other: the same bits for every number of threads
@@ -407,13 +411,17 @@ class _Total(torch.autograd.Function):
         return (None,) * 4 if owner is None else owner.sums.finish()
 
 
+_recorded_total = super(torch.autograd.Function, _Total).apply
+
+
 class _Shared:
     """What steps with the same parameters share, for as long as their graph lives."""
 
     def __init__(self, parameters: tuple[Tensor | None, ...]) -> None:
         self.parameters = parameters  # so that their ids stay theirs
         self.wanted = tuple(parameter is not None and parameter.requires_grad for parameter in parameters)
-        self.total = _Total.apply(*parameters)
+        self.total = _recorded_total(*parameters)
+        self.steps = 0
         self.passes: weakref.WeakValueDictionary[int, _Sums] = weakref.WeakValueDictionary()
 
     def sums(self) -> tuple[_Sums, Any]:
@@ -421,7 +429,7 @@ class _Shared:
         number = _current_pass()
         sums, owner = self.passes.get(number), None
         if sums is None:
-            sums = self.passes[number] = _Sums(self.wanted)
+            sums = self.passes[number] = _Sums(self.wanted, self.steps)
             owner = self.total.new_empty(0)
             owner.sums = sums
         return sums, owner
@@ -439,6 +447,8 @@ def _share(*parameters: Tensor | None) -> _Shared | None:
     shared = _shared.get(key)
     if shared is None and any(key):
         shared = _shared[key] = _Shared(parameters)
+    if shared is not None:
+        shared.steps += 1
     return shared
 
 
@@ -487,6 +497,7 @@ class _Step(torch.autograd.Function):
         owner = grad_weight_ih = grad_weight_hh = grad_bias_ih = grad_bias_hh = None
         if (
             of_total
+            and ctx.shared.steps > 1  # a single step has nothing to share
             and grad_activated is None
             and not _recording()
             and not _transforming()

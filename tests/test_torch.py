@@ -357,6 +357,14 @@ def test_sums_over_steps(monkeypatch, summed, rows, bias):
     assert len(summed) == 1
 
 
+def test_single_step_has_no_sums(summed):
+    """Then there is nothing to add, and room for more steps would be wasted."""
+    theirs, ours = pair(torch.float64)
+    xs = torch.randn(1, BATCH, INPUT).double()
+    assert_same(gradients(ours, xs), gradients(theirs, xs))
+    assert not summed
+
+
 @pytest.mark.parametrize("batches", [(4, 3, 3, 1), (9, 2, 2), (3, 0, 0), (0,)])
 def test_batches_that_shrink(monkeypatch, batches):
     """As those of sequences of several lengths do; also past the rows of one product."""
