@@ -19,6 +19,7 @@ ALLOWED = [
     (r"test_npu.*", r"no NPU", "needs an Ascend NPU; the simulated CANN stands in for it"),
     (r"test_processes::test_beside_another_openmp_runtime.*", r"is not installed", "torch and scikit-learn are large"),
     (r"::tests.test_torch", r"torch is not installed", "torch is large; .ci/run has a step of its own for it"),
+    (r"test_dask::test_benchmark.*", r"in the source tree alone", "a wheel is tested without the benchmarks"),
     (r".*avx512.*", r"this CPU does not run avx512", "not every CPU has it"),
     (r".*avx2.*", r"this CPU does not run avx2", "not every CPU has it"),
     (r".*avx(2|512).*", r"was not built with avx", "built for x86-64 only"),

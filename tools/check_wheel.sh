@@ -15,7 +15,7 @@ mv "$folder"/built/*.tar.gz "$folder/dist"
 "$folder/tools/bin/python" tools/check_dist.py "$folder/dist"
 wheel=$(ls "$folder"/dist/*.whl)
 mkdir "$folder/suite"
-cp -r tests README.md pyproject.toml "$folder/suite"
+cp -r tests examples README.md pyproject.toml "$folder/suite"
 
 suite_against_wheel() { # suite_against_wheel NAME PACKAGE ...: in a fresh environment beside these packages
     local name=$1
@@ -24,9 +24,11 @@ suite_against_wheel() { # suite_against_wheel NAME PACKAGE ...: in a fresh envir
     "$folder/$name/bin/pip" install -q "$wheel[test]" "$@"
     "$folder/$name/bin/python" -c "import numpy; print('=== the same wheel with NumPy', numpy.__version__)"
     # The benchmarks belong to the tree: they measure it beside other versions of itself.
-    (cd "$folder/suite" && "../$name/bin/pytest" -q -p no:cacheprovider --ignore tests/test_benchmarks.py \
+    (cd "$folder/suite" && suite "../$name" --ignore tests/test_benchmarks.py \
         --deselect tests/test_cli.py::test_bench_compares_with_the_limit \
-        --deselect tests/test_cli.py::test_benchmarks_use_the_same_rule_and_expression)
+        --deselect tests/test_cli.py::test_benchmarks_use_the_same_rule_and_expression \
+        --deselect tests/test_torch.py::test_benchmark \
+        --deselect tests/test_torch.py::test_readme_says_what_its_results_file_does)
 }
 
 suite_against_wheel oldest "numpy==1.26.4" "dask[array]==2025.1.0" "distributed==2025.1.0"
