@@ -73,10 +73,12 @@ def bad_output(name, wanted, got):
 
 
 # ---- one tensor -------------------------------------------------------------------------------------------------
+#
+# An optional tensor may be None, which is right in every respect.
 
 cdef object as_tensor(name, value):
     """The ndarray or NPUArray that a value stands for, without a copy where that is possible."""
-    if PyArray_CheckExact(value):
+    if PyArray_CheckExact(value) or value is None:
         return value
     masked = sys.modules.get("numpy.ma")
     if masked is not None and isinstance(value, masked.MaskedArray):
@@ -103,6 +105,13 @@ cdef object as_tensor(name, value):
         ) from error
 
 
+cdef object as_required(name, value):
+    """The same for a tensor that may not be missing."""
+    if value is None:
+        raise missing(name)
+    return as_tensor(name, value)
+
+
 cdef int storage_of(object tensor):
     """The enum Storage of a tensor's dtype, or -1."""
     global bfloat16_number
@@ -124,7 +133,10 @@ cdef int storage_of(object tensor):
 
 cdef int check_dtype(name, object tensor, int wanted, object wanted_dtype) except -2:
     """The tensor's storage type; `wanted` is the first tensor's, or -1 for the first tensor itself."""
-    cdef int storage = storage_of(tensor)
+    cdef int storage
+    if tensor is None:
+        return wanted
+    storage = storage_of(tensor)
     if storage < 0:
         raise wrong_dtype(name, _SUPPORTED, tensor.dtype)
     if wanted >= 0 and storage != wanted:
@@ -176,7 +188,7 @@ cdef object wanted_shape(object rows, object columns):
 
 
 cdef int check_shape(name, object tensor, Py_ssize_t rows, Py_ssize_t columns, symbols, object cx) except -1:
-    if not has_shape(tensor, rows, columns):
+    if tensor is not None and not has_shape(tensor, rows, columns):
         raise wrong_shape(name, symbols, wanted_shape(rows, columns), "cx", shape_of(cx), shape_of(tensor))
     return 0
 
@@ -292,7 +304,7 @@ cdef class ForwardArguments:
 
 cdef object as_output(name, value):
     """The array behind an output; never a copy."""
-    if PyArray_CheckExact(value):
+    if PyArray_CheckExact(value) or value is None:
         return value
     tensor = as_tensor(f"out: {name}", value)
     if isinstance(tensor, np.ndarray) and not isinstance(value, np.ndarray):
@@ -308,8 +320,10 @@ cdef tuple unpack_out(object out, names):
     return tuple(out)
 
 
-cdef int check_output(name, object tensor) except -1:
-    """What an output must be beyond dtype and shape."""
+cdef int check_output(name, object tensor, Py_ssize_t rows, Py_ssize_t columns, symbols, object cx) except -1:
+    """What an output must be beyond its dtype."""
+    if tensor is not None and not has_shape(tensor, rows, columns):
+        check_shape(f"out: {name}", tensor, rows, columns, symbols, cx)
     if not PyArray_CheckExact(tensor):
         return 0
     if not cnp.PyArray_ISWRITEABLE(tensor):
@@ -442,64 +456,40 @@ cpdef Arguments check_arguments(object grad_hy, object grad_cy, object cx, objec
     checked.has_bias = has_bias
     checked.in_place = False
 
-    if cx is None:
-        raise missing("cx")
-    if cy is None:
-        raise missing("cy")
-    if gates is None:
-        raise missing("gates")
-    checked.cx = as_tensor("cx", cx)
-    checked.cy = as_tensor("cy", cy)
-    checked.gates = as_tensor("gates", gates)
-    if grad_hy is not None:
-        checked.grad_hy = as_tensor("grad_hy", grad_hy)
-    if grad_cy is not None:
-        checked.grad_cy = as_tensor("grad_cy", grad_cy)
+    checked.cx = as_required("cx", cx)
+    checked.cy = as_required("cy", cy)
+    checked.gates = as_required("gates", gates)
+    checked.grad_hy = as_tensor("grad_hy", grad_hy)
+    checked.grad_cy = as_tensor("grad_cy", grad_cy)
     if out is not None:
         grad_gates, grad_cx, grad_bias = unpack_out(out, "grad_gates, grad_cx, grad_bias")
-        if grad_gates is not None:
-            checked.grad_gates = as_output("grad_gates", grad_gates)
-        if grad_cx is not None:
-            checked.grad_cx = as_output("grad_cx", grad_cx)
-        if grad_bias is not None:
-            if not checked.has_bias:
-                raise bad_output("grad_bias", "be None when `has_bias` is False", type(grad_bias).__name__)
-            checked.grad_bias = as_output("grad_bias", grad_bias)
+        checked.grad_gates = as_output("grad_gates", grad_gates)
+        checked.grad_cx = as_output("grad_cx", grad_cx)
+        if grad_bias is not None and not checked.has_bias:
+            raise bad_output("grad_bias", "be None when `has_bias` is False", type(grad_bias).__name__)
+        checked.grad_bias = as_output("grad_bias", grad_bias)
 
     storage = check_dtype("cx", checked.cx, -1, None)
     checked.storage = storage
     checked.dtype = native_dtype(checked.cx)
     check_dtype("cy", checked.cy, storage, checked.dtype)
     check_dtype("gates", checked.gates, storage, checked.dtype)
-    if checked.grad_hy is not None:
-        check_dtype("grad_hy", checked.grad_hy, storage, checked.dtype)
-    if checked.grad_cy is not None:
-        check_dtype("grad_cy", checked.grad_cy, storage, checked.dtype)
-    if checked.grad_gates is not None:
-        check_dtype("out: grad_gates", checked.grad_gates, storage, checked.dtype)
-    if checked.grad_cx is not None:
-        check_dtype("out: grad_cx", checked.grad_cx, storage, checked.dtype)
-    if checked.grad_bias is not None:
-        check_dtype("out: grad_bias", checked.grad_bias, storage, checked.dtype)
+    check_dtype("grad_hy", checked.grad_hy, storage, checked.dtype)
+    check_dtype("grad_cy", checked.grad_cy, storage, checked.dtype)
+    check_dtype("out: grad_gates", checked.grad_gates, storage, checked.dtype)
+    check_dtype("out: grad_cx", checked.grad_cx, storage, checked.dtype)
+    check_dtype("out: grad_bias", checked.grad_bias, storage, checked.dtype)
 
     check_state(checked.cx, &batch, &hidden)
     checked.batch = batch
     checked.hidden = hidden
     check_shape("cy", checked.cy, batch, hidden, "(N, H)", checked.cx)
     check_shape("gates", checked.gates, batch, 4 * hidden, "(N, 4*H)", checked.cx)
-    if checked.grad_hy is not None:
-        check_shape("grad_hy", checked.grad_hy, batch, hidden, "(N, H)", checked.cx)
-    if checked.grad_cy is not None:
-        check_shape("grad_cy", checked.grad_cy, batch, hidden, "(N, H)", checked.cx)
-    if checked.grad_gates is not None:
-        check_shape("out: grad_gates", checked.grad_gates, batch, 4 * hidden, "(N, 4*H)", checked.cx)
-        check_output("grad_gates", checked.grad_gates)
-    if checked.grad_cx is not None:
-        check_shape("out: grad_cx", checked.grad_cx, batch, hidden, "(N, H)", checked.cx)
-        check_output("grad_cx", checked.grad_cx)
-    if checked.grad_bias is not None:
-        check_shape("out: grad_bias", checked.grad_bias, -1, 4 * hidden, "(4*H,)", checked.cx)
-        check_output("grad_bias", checked.grad_bias)
+    check_shape("grad_hy", checked.grad_hy, batch, hidden, "(N, H)", checked.cx)
+    check_shape("grad_cy", checked.grad_cy, batch, hidden, "(N, H)", checked.cx)
+    check_output("grad_gates", checked.grad_gates, batch, 4 * hidden, "(N, 4*H)", checked.cx)
+    check_output("grad_cx", checked.grad_cx, batch, hidden, "(N, H)", checked.cx)
+    check_output("grad_bias", checked.grad_bias, -1, 4 * hidden, "(4*H,)", checked.cx)
 
     checked.on_host = (on_host(checked.cx) and on_host(checked.cy) and on_host(checked.gates)
                        and on_host(checked.grad_hy) and on_host(checked.grad_cy) and on_host(checked.grad_gates)
@@ -521,55 +511,38 @@ cpdef ForwardArguments check_forward_arguments(object input_gates, object hidden
     cdef int storage
     checked.in_place = False
 
-    if input_gates is None:
-        raise missing("input_gates")
-    if hidden_gates is None:
-        raise missing("hidden_gates")
-    if cx is None:
-        raise missing("cx")
-    checked.input_gates = as_tensor("input_gates", input_gates)
-    checked.hidden_gates = as_tensor("hidden_gates", hidden_gates)
-    checked.cx = as_tensor("cx", cx)
-    if input_bias is not None:
-        checked.input_bias = as_tensor("input_bias", input_bias)
-    if hidden_bias is not None:
-        checked.hidden_bias = as_tensor("hidden_bias", hidden_bias)
+    checked.input_gates = as_required("input_gates", input_gates)
+    checked.hidden_gates = as_required("hidden_gates", hidden_gates)
+    checked.cx = as_required("cx", cx)
+    checked.input_bias = as_tensor("input_bias", input_bias)
+    checked.hidden_bias = as_tensor("hidden_bias", hidden_bias)
     if out is not None:
         hy, cy, gates = unpack_out(out, "hy, cy, gates")
-        if hy is not None:
-            checked.hy = as_output("hy", hy)
-        if cy is not None:
-            checked.cy = as_output("cy", cy)
-        if gates is not None:
-            checked.gates = as_output("gates", gates)
+        checked.hy = as_output("hy", hy)
+        checked.cy = as_output("cy", cy)
+        checked.gates = as_output("gates", gates)
 
     storage = check_dtype("cx", checked.cx, -1, None)
     checked.storage = storage
     checked.dtype = native_dtype(checked.cx)
-    for name, tensor in (("input_gates", checked.input_gates), ("hidden_gates", checked.hidden_gates),
-                         ("input_bias", checked.input_bias), ("hidden_bias", checked.hidden_bias),
-                         ("out: hy", checked.hy), ("out: cy", checked.cy), ("out: gates", checked.gates)):
-        if tensor is not None:
-            check_dtype(name, tensor, storage, checked.dtype)
+    check_dtype("input_gates", checked.input_gates, storage, checked.dtype)
+    check_dtype("hidden_gates", checked.hidden_gates, storage, checked.dtype)
+    check_dtype("input_bias", checked.input_bias, storage, checked.dtype)
+    check_dtype("hidden_bias", checked.hidden_bias, storage, checked.dtype)
+    check_dtype("out: hy", checked.hy, storage, checked.dtype)
+    check_dtype("out: cy", checked.cy, storage, checked.dtype)
+    check_dtype("out: gates", checked.gates, storage, checked.dtype)
 
     check_state(checked.cx, &batch, &hidden)
     checked.batch = batch
     checked.hidden = hidden
     check_shape("input_gates", checked.input_gates, batch, 4 * hidden, "(N, 4*H)", checked.cx)
     check_shape("hidden_gates", checked.hidden_gates, batch, 4 * hidden, "(N, 4*H)", checked.cx)
-    if checked.input_bias is not None:
-        check_shape("input_bias", checked.input_bias, -1, 4 * hidden, "(4*H,)", checked.cx)
-    if checked.hidden_bias is not None:
-        check_shape("hidden_bias", checked.hidden_bias, -1, 4 * hidden, "(4*H,)", checked.cx)
-    if checked.hy is not None:
-        check_shape("out: hy", checked.hy, batch, hidden, "(N, H)", checked.cx)
-        check_output("hy", checked.hy)
-    if checked.cy is not None:
-        check_shape("out: cy", checked.cy, batch, hidden, "(N, H)", checked.cx)
-        check_output("cy", checked.cy)
-    if checked.gates is not None:
-        check_shape("out: gates", checked.gates, batch, 4 * hidden, "(N, 4*H)", checked.cx)
-        check_output("gates", checked.gates)
+    check_shape("input_bias", checked.input_bias, -1, 4 * hidden, "(4*H,)", checked.cx)
+    check_shape("hidden_bias", checked.hidden_bias, -1, 4 * hidden, "(4*H,)", checked.cx)
+    check_output("hy", checked.hy, batch, hidden, "(N, H)", checked.cx)
+    check_output("cy", checked.cy, batch, hidden, "(N, H)", checked.cx)
+    check_output("gates", checked.gates, batch, 4 * hidden, "(N, 4*H)", checked.cx)
 
     checked.on_host = (on_host(checked.input_gates) and on_host(checked.hidden_gates) and on_host(checked.cx)
                        and on_host(checked.input_bias) and on_host(checked.hidden_bias) and on_host(checked.hy)

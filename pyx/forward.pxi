@@ -357,32 +357,12 @@ cdef void add_biases(real_t one, const Call* call,                              
 
 cdef void run_forward(Call* call) noexcept nogil:
     """The whole call, as cut by `plan_forward`, in the scratch memory that the caller has provided."""
-    cdef Py_ssize_t items = call.pieces * call.strips
-    cdef char* blocks = call.scratch + call.nodes_bytes
-    cdef Py_ssize_t item
-    cdef uint64_t inside = 0
     cdef uint64_t before = fp_state_enter()
     if call.has_bias and call.storage == STORAGE_FLOAT64:
         add_biases(<double>1, call, <double*>call.scratch)
     elif call.has_bias:
         add_biases(<float>1, call, <float*>call.scratch)
-    if call.threads == 1:
-        for item in range(items):
-            forward_item(call, item, blocks)
-        if call.streaming:
-            stream_fence()
-    else:
-        with parallel(num_threads=call.threads):
-            inside = fp_state_enter()
-            if call.streaming:
-                for item in prange(items, schedule="dynamic", chunksize=1):
-                    forward_item(call, item, blocks + threadid() * call.thread_bytes)
-            else:
-                for item in prange(items, schedule="static"):
-                    forward_item(call, item, blocks + threadid() * call.thread_bytes)
-            if call.streaming:
-                stream_fence()
-            fp_state_leave(inside)
+    run_items(call, forward_item)
     fp_state_leave(before)
 
 

@@ -976,9 +976,18 @@ cdef void compute_piece(real_t one, row_t kind, const Call* call, Buffers* buffe
             memcpy(node + k * call.hidden + first_column, base + k * call.strip, columns * sizeof(double))
 
 
-cdef void compute_item(const Call* call, const Node* pieces, double* nodes, Py_ssize_t item,
-                       char* block) noexcept nogil:
+cdef inline Node* pieces_of(const Call* call) noexcept nogil:
+    return <Node*>call.scratch
+
+
+cdef inline double* nodes_of(const Call* call) noexcept nogil:
+    return <double*>(call.scratch + padded(call.pieces * sizeof(Node)))
+
+
+cdef void compute_item(const Call* call, Py_ssize_t item, char* block) noexcept nogil:
     """One piece by one strip, with a thread's block of scratch memory."""
+    cdef const Node* pieces = pieces_of(call)
+    cdef double* nodes = nodes_of(call)
     cdef Py_ssize_t width = 8 if call.storage == STORAGE_FLOAT64 else 4
     cdef Py_ssize_t first_column = item % call.strips * call.strip
     cdef Py_ssize_t piece = item // call.strips
@@ -1103,7 +1112,7 @@ cdef void round_bias(Storage storage, Py_ssize_t count, const double* root,     
             memcpy(bias + j * stride, &half, 2)
 
 
-cdef void run_items(Call* call, const Node* pieces, double* nodes) noexcept nogil:
+cdef void run_items(const Call* call, void (*compute)(const Call*, Py_ssize_t, char*) noexcept nogil) noexcept nogil:
     """All items, on the calling thread or on a team; each thread with its own scratch and a clean FPU state."""
     cdef Py_ssize_t items = call.pieces * call.strips
     cdef char* blocks = call.scratch + call.nodes_bytes
@@ -1111,7 +1120,7 @@ cdef void run_items(Call* call, const Node* pieces, double* nodes) noexcept nogi
     cdef uint64_t before = 0
     if call.threads == 1:
         for item in range(items):
-            compute_item(call, pieces, nodes, item, blocks)
+            compute(call, item, blocks)
         if call.streaming:
             stream_fence()
         return
@@ -1120,10 +1129,10 @@ cdef void run_items(Call* call, const Node* pieces, double* nodes) noexcept nogi
         # What fits the caches stays with the thread, and so the core, that had it in the call before.
         if call.streaming:
             for item in prange(items, schedule="dynamic", chunksize=1):
-                compute_item(call, pieces, nodes, item, blocks + threadid() * call.thread_bytes)
+                compute(call, item, blocks + threadid() * call.thread_bytes)
         else:
             for item in prange(items, schedule="static"):
-                compute_item(call, pieces, nodes, item, blocks + threadid() * call.thread_bytes)
+                compute(call, item, blocks + threadid() * call.thread_bytes)
         if call.streaming:
             stream_fence()
         fp_state_leave(before)
@@ -1131,8 +1140,8 @@ cdef void run_items(Call* call, const Node* pieces, double* nodes) noexcept nogi
 
 cdef void run(Call* call) noexcept nogil:
     """The whole call, as cut by `plan`, in the scratch memory that the caller has provided."""
-    cdef Node* pieces = <Node*>call.scratch
-    cdef double* nodes = <double*>(call.scratch + padded(call.pieces * sizeof(Node)))
+    cdef Node* pieces = pieces_of(call)
+    cdef double* nodes = nodes_of(call)
     cdef Py_ssize_t end_leaf = call.first_leaf + leaves_of(call)
     cdef Py_ssize_t leaf = call.first_leaf
     cdef Py_ssize_t lane = GATES * call.hidden
@@ -1143,7 +1152,7 @@ cdef void run(Call* call) noexcept nogil:
         pieces[piece].first_leaf = leaf
         pieces[piece].level = node_level(leaf, end_leaf, call.piece_level)
         leaf += <Py_ssize_t>1 << pieces[piece].level
-    run_items(call, pieces, nodes)
+    run_items(call, compute_item)
     if call.has_bias:
         fold_nodes(call, pieces, nodes)
         if call.bias != NULL:
