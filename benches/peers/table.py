@@ -20,7 +20,9 @@ from benches.peers import RESULTS
 
 __all__ = ["PAGES", "named", "replaced", "short_table", "table", "write"]
 
-MEASURED_HOW = "All systems run in processes of their own, on as many CPUs as threads, and take turns."
+MEASURED_HOW = (
+    "All systems run in processes of their own (the limit in ours), on as many CPUs as threads, and take turns."
+)
 EXPLANATION = (
     "float32, `out=` or the like where a system has it. *lstmcell_bwd*: time of a call. *over the limit*: that time "
     "over the one in which this machine moves the same bytes (`benches/limit.c`). Other columns: the other system's "
