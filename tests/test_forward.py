@@ -251,10 +251,10 @@ def test_special_values(backend):
     terms = [np.array(values).astype(backend) for values in ([inf, inf, -inf, 1], [1, -inf, -1, inf])]
     gates = lstm_cell_forward(one, one, one[:, :1], *terms).gates[0]
     np.testing.assert_array_equal(gates.astype(float), [1, nan, -1, 1])
-    hy, cy, _ = lstm_cell_forward(one - 30000, one, np.full((1, 1), inf, backend))
+    hy, cy, _ = lstm_cell_forward(np.full_like(one, -30000), one, np.full((1, 1), inf, backend))
     assert np.isnan(cy).all()
     assert np.isnan(hy).all()
-    hy, cy, _ = lstm_cell_forward(one + 30000, one, np.full((1, 1), -inf, backend))
+    hy, cy, _ = lstm_cell_forward(np.full_like(one, 30000), one, np.full((1, 1), -inf, backend))
     assert (cy == -inf).all()
     assert (hy == -1).all()
 
