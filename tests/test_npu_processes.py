@@ -308,6 +308,26 @@ kept = NPUArray.from_numpy(one)
     assert simulation.left_over(report) == {}
 
 
+def test_first_use_of_a_thread_in_an_exit_hook(tmp_path):
+    """Before the NPU is given back; from Python 3.12 on no thread is started then, and the call says so."""
+    code = """
+import atexit, threading
+thread = threading.Thread(target=lambda: lstm_cell_backward(one, one, one, one, gates, device="npu"))
+thread.start()
+thread.join()
+def early():
+    try:
+        assert right(lstm_cell_backward(one, one, one, one, gates, device="npu"))
+    except lstmcell_bwd.NPUUnavailableError as error:
+        assert sys.version_info >= (3, 12) and "the NPU cannot be used: can't create new thread" in str(error)
+    print("as it should be")
+atexit.register(early)
+"""
+    printed, report = run(code, tmp_path)
+    assert printed == "as it should be\n"
+    assert simulation.left_over(report) == {}
+
+
 @pytest.mark.parametrize("user", ["us", "another library"])
 def test_forked_child(tmp_path, user):
     """A child of a process that uses ACL computes on the CPU, says why, and touches nothing of its parent's."""

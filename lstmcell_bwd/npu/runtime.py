@@ -144,6 +144,8 @@ class Acl:
         self.operators = operators
         self.devices = [Device(self, index) for index in range(device_count)]
         self.companions: set[Companion] = set()
+        # Gives the devices back at exit; begun with the first device, because Python 3.12 starts no thread at exit.
+        self.closer: Companion | None = None
 
     def call(self, function: str, *arguments: int) -> int:
         """Call a function of `acl.rt`; return its value, or raise `NPURuntimeError`."""
@@ -158,7 +160,11 @@ class Acl:
         """Return the companion of the calling thread."""
         handle = getattr(_thread, "companion", None)
         if handle is None or handle.companion.acl is not self:
-            handle = _thread.companion = _Handle(Companion(self))
+            try:
+                handle = _thread.companion = _Handle(Companion(self))
+            except RuntimeError as error:  # at exit, or no more threads
+                message = f"the NPU cannot be used: {error}"
+                raise NPUUnavailableError(message) from error
         return handle.companion
 
 
@@ -325,8 +331,8 @@ class Companion(threading.Thread):
         self.streams: dict[int, int] = {}
         self.workspaces: dict[int, tuple[int, int]] = {}
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
-        acl.companions.add(self)
         self.start()
+        acl.companions.add(self)
 
     def run(self) -> None:
         """Serve until the last job."""
@@ -453,6 +459,8 @@ class Device:
         """Bind the thread to the device; open the device once per process."""
         with self._opening:
             if not self._context:
+                with _lock:
+                    self.acl.closer = self.acl.closer or Companion(self.acl)
                 self.acl.call("set_device", self.index)
                 try:
                     self._context = self.acl.call("get_context")
@@ -674,10 +682,10 @@ def _close() -> None:
     acl = _state
     if not isinstance(acl, Acl):
         return
-    for companion in list(acl.companions):
+    for companion in acl.companions - {acl.closer}:
         companion.stop()
-    last = Companion(acl)
-    for device in acl.devices:
-        last.submit(device.close)
-    last.stop()
+    if acl.closer is not None:
+        for device in acl.devices:
+            acl.closer.submit(device.close)
+        acl.closer.stop()
     _state = "the interpreter is exiting"
