@@ -160,11 +160,7 @@ class Acl:
         """Return the companion of the calling thread."""
         handle = getattr(_thread, "companion", None)
         if handle is None or handle.companion.acl is not self:
-            try:
-                handle = _thread.companion = _Handle(Companion(self))
-            except RuntimeError as error:  # at exit, or no more threads
-                message = f"the NPU cannot be used: {error}"
-                raise NPUUnavailableError(message) from error
+            handle = _thread.companion = _Handle(Companion(self))
         return handle.companion
 
 
@@ -317,6 +313,11 @@ class Companion(threading.Thread):
     ----------
     acl : Acl
 
+    Raises
+    ------
+    NPUUnavailableError
+        If no thread can be started.
+
     Attributes
     ----------
     streams : dict
@@ -331,7 +332,11 @@ class Companion(threading.Thread):
         self.streams: dict[int, int] = {}
         self.workspaces: dict[int, tuple[int, int]] = {}
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
-        self.start()
+        try:
+            self.start()
+        except RuntimeError as error:  # at exit, or no more threads
+            message = f"the NPU cannot be used: {error}"
+            raise NPUUnavailableError(message) from error
         acl.companions.add(self)
 
     def run(self) -> None:
