@@ -97,7 +97,7 @@ def measure(sizes: Sequence[tuple[int, int]], rounds: int, limit: Any) -> Iterat
         variants: dict[int, list[str]] = {}
         for threads in THREADS:
             # The number is a limit, for this package as for the others: a small call uses fewer.
-            used = choose_threads(None, batch, hidden, threads)
+            used = choose_threads(0, batch, hidden, threads)
             ours = repeat(lstm_cell_backward, *arrays, out=out, device="cpu", num_threads=used)
             turns[f"ours {threads}"] = turn(ours)
             runs = limit.contenders(*arrays, *out[:2], num_threads=threads) if limit else {}

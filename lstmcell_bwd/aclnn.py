@@ -322,10 +322,7 @@ class _HostCall:
 
     def __init__(self, arguments: Arguments | ForwardArguments, outputs: list[Any]) -> None:
         self.operator = arguments.operator
-        if isinstance(arguments, ForwardArguments):
-            self._executor = _api.prepare_forward(arguments, tuple(outputs))
-        else:
-            self._executor = _api.prepare(arguments, tuple(outputs))
+        self._executor = _api.prepare(arguments, tuple(outputs))
         self.workspace_size: int = self._executor.workspace_size
 
     def run(self, workspace: Any, workspace_size: int, stream: object) -> None:

@@ -74,7 +74,7 @@ def _array(tensor: Tensor) -> Callable[[Tensor], Any]:
 def _threads(cx: Tensor) -> int:
     """Return the threads for a call: what the work pays for, up to PyTorch's number."""
     batch, hidden = cx.shape
-    return choose_threads(None, batch, hidden, torch.get_num_threads())
+    return choose_threads(0, batch, hidden, torch.get_num_threads())
 
 
 def _forward_on_cpu(

@@ -9,6 +9,8 @@ cimport cython
 cimport numpy as cnp
 from cpython.object cimport PyObject, PyTypeObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
+from cpython.ref cimport Py_INCREF
+from cpython.tuple cimport PyTuple_SET_ITEM
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free, getenv, malloc
 from libc.string cimport memcpy
@@ -49,10 +51,8 @@ cdef extern from "simd.h" nogil:
     void fp_state_leave(uint64_t before)
 
 cdef extern from "Python.h":
-    ctypedef struct TupleType "PyTypeObject":
-        object (*tp_new)(type kind, object arguments, PyObject* keywords)
-    TupleType PyTuple_Type
-    void Py_INCREF(object)
+    ctypedef struct NamedTupleType "PyTypeObject":
+        object (*tp_alloc)(type kind, Py_ssize_t items)
 
 lstmcell_watch_fork()
 
@@ -153,7 +153,7 @@ def set_num_threads(num_threads):
         At least 1; None restores the rule described under `get_num_threads`.
     """
     global threads_set
-    threads_set = 0 if num_threads is None else thread_count(num_threads)
+    threads_set = thread_count(num_threads)
 
 
 cpdef Py_ssize_t get_num_threads() except -1:
@@ -194,12 +194,11 @@ def forked():
     return bool(lstmcell_forked)
 
 
-cpdef int choose_threads(object num_threads, Py_ssize_t batch, Py_ssize_t hidden, Py_ssize_t limit=0) except -1:
-    """Threads for a call: as many as asked for, or as many as the work pays for, up to a limit or the default."""
+cpdef int choose_threads(Py_ssize_t wanted, Py_ssize_t batch, Py_ssize_t hidden, Py_ssize_t limit=0) except -1:
+    """Threads for a call: as many as wanted, or if that is 0 as many as pay, up to a limit or the default."""
     cdef Py_ssize_t number
-    if num_threads is not None:
-        number = thread_count(num_threads)
-        return 1 if lstmcell_forked else <int>number
+    if wanted > 0:
+        return 1 if lstmcell_forked else <int>wanted
     number = batch * hidden // ELEMENTS_PER_THREAD
     if number <= 1:
         return 1
@@ -214,6 +213,8 @@ cdef enum:
     STREAMING_BYTES = 0x2000000     # 32 MiB; a product would stop Cython where its overflow checks are on
     # Bytes from which on inputs come from memory, and are prefetched.
     PREFETCH_BYTES = 0x2000000
+    # Elements (N * H) below which a call takes less time than to let other Python threads run; NumPy has this number.
+    KEEP_GIL = 500
 
 
 cdef object allocate(int axes, Py_ssize_t rows, Py_ssize_t columns, object dtype):
@@ -238,7 +239,7 @@ cdef object allocate(int axes, Py_ssize_t rows, Py_ssize_t columns, object dtype
     return array
 
 
-cdef void set_plane(Plane* plane, object tensor, int block, Storage storage, Py_ssize_t hidden):
+cdef void set_plane(Plane* plane, object tensor, int block, Storage storage, Py_ssize_t hidden) noexcept:
     """Describes an [N, H] operand, or one of the four blocks of an [N, 4H] one."""
     cdef cnp.ndarray array
     cdef Py_ssize_t size
@@ -258,7 +259,7 @@ cdef void set_plane(Plane* plane, object tensor, int block, Storage storage, Py_
     plane.blocked = not plane.direct and abs(plane.row_stride) < abs(plane.column_stride)
 
 
-cdef void set_bias(Plane* plane, object tensor):
+cdef void set_bias(Plane* plane, object tensor) noexcept:
     """Describes a [4H] operand as one row."""
     cdef cnp.ndarray array
     plane.data = NULL
@@ -270,12 +271,119 @@ cdef void set_bias(Plane* plane, object tensor):
         plane.swapped = not cnp.PyArray_ISNOTSWAPPED(array)
 
 
-@cython.freelist(8)
+cdef void set_passage(Call* call, int sources, int targets, cnp.ndarray cx) noexcept:
+    """How inputs and outputs pass through the cache."""
+    cdef Py_ssize_t moved
+    cdef int k
+    call.item_bytes = cnp.PyArray_ITEMSIZE(cx)
+    moved = (sources + targets) * call.batch * call.hidden * call.item_bytes
+    call.prefetch = moved >= PREFETCH_BYTES
+    call.blocked = call.packed = False
+    for k in range(sources):
+        call.blocked |= call.source[k].blocked
+        call.packed |= call.source[k].data != NULL and not call.source[k].direct and not call.source[k].blocked
+    call.streaming = moved >= STREAMING_BYTES and not call.in_place
+    call.staged = call.in_place
+    for k in range(targets):
+        call.streaming = call.streaming and call.target[k].column_stride == call.item_bytes
+        call.staged |= not call.target[k].direct
+    call.staged |= call.streaming
+
+
+cdef int describe(Call* call, Arguments arguments, object grad_gates, object grad_cx, object grad_bias,
+                  bint nonfinite_nan, Py_ssize_t threads, Py_ssize_t first_leaf) except -1:
+    """Puts checked arguments and allocated outputs down for the kernel, and has it plan the call.
+
+    `grad_bias` is None without bias, and for a part, whose bias stays in the form of tree nodes.
+    """
+    cdef Storage storage = <Storage>arguments.storage
+    cdef int k
+    if kernel == NULL:
+        use_isa("auto")
+    call.forward = False
+    call.storage = storage
+    call.batch = arguments.batch
+    call.hidden = arguments.hidden
+    call.first_leaf = first_leaf
+    call.has_bias = arguments.has_bias
+    call.nonfinite_nan = nonfinite_nan
+    call.in_place = arguments.in_place
+    set_plane(&call.source[0], arguments.grad_hy, 0, storage, call.hidden)
+    set_plane(&call.source[1], arguments.grad_cy, 0, storage, call.hidden)
+    set_plane(&call.source[2], arguments.cx, 0, storage, call.hidden)
+    set_plane(&call.source[3], arguments.cy, 0, storage, call.hidden)
+    for k in range(GATES):
+        set_plane(&call.source[4 + k], arguments.gates, k, storage, call.hidden)
+        set_plane(&call.target[k], grad_gates, k, storage, call.hidden)
+    set_plane(&call.target[4], grad_cx, 0, storage, call.hidden)
+    call.bias = NULL
+    if grad_bias is not None:
+        call.bias = <char*>cnp.PyArray_DATA(grad_bias)
+        call.bias_stride = cnp.PyArray_STRIDE(grad_bias, 0)
+    set_passage(call, SOURCES, TARGETS, <cnp.ndarray>arguments.cx)
+    call.threads = choose_threads(threads, call.batch, call.hidden)
+    kernel.plan(call)
+    return 0
+
+
+cdef int describe_forward(Call* call, ForwardArguments arguments, object hy, object cy, object gates,
+                          Py_ssize_t threads) except -1:
+    """The same for a forward call."""
+    cdef Storage storage = <Storage>arguments.storage
+    cdef int k
+    if kernel == NULL:
+        use_isa("auto")
+    call.forward = True
+    call.storage = storage
+    call.batch = arguments.batch
+    call.hidden = arguments.hidden
+    call.first_leaf = 0
+    call.has_bias = arguments.input_bias is not None or arguments.hidden_bias is not None
+    call.in_place = arguments.in_place
+    for k in range(GATES):
+        set_plane(&call.source[k], arguments.input_gates, k, storage, call.hidden)
+        set_plane(&call.source[GATES + k], arguments.hidden_gates, k, storage, call.hidden)
+        set_plane(&call.target[k], gates, k, storage, call.hidden)
+    set_plane(&call.source[2 * GATES], arguments.cx, 0, storage, call.hidden)
+    set_plane(&call.target[4], cy, 0, storage, call.hidden)
+    set_plane(&call.target[5], hy, 0, storage, call.hidden)
+    set_bias(&call.bias_source[0], arguments.input_bias)
+    set_bias(&call.bias_source[1], arguments.hidden_bias)
+    set_passage(call, FORWARD_SOURCES, FORWARD_TARGETS, <cnp.ndarray>arguments.cx)
+    call.threads = choose_threads(threads, call.batch, call.hidden)
+    kernel.plan_forward(call)
+    return 0
+
+
+cdef void execute(Call* call, char* workspace) noexcept:
+    """Runs a described call in scratch memory of any alignment, which must exceed what was planned by ALIGNMENT."""
+    cdef void (*run)(Call*) noexcept nogil
+    run = kernel.run_forward if call.forward else kernel.run
+    call.scratch = <char*>((<uintptr_t>workspace + ALIGNMENT - 1) & ~<uintptr_t>(ALIGNMENT - 1))
+    if call.batch * call.hidden < KEEP_GIL:
+        run(call)
+    else:
+        with nogil:
+            run(call)
+
+
+cdef object run_on_host(Call* call):
+    """Runs a described call in scratch memory of its own; returns the nodes of a part's bias."""
+    cdef char* workspace = <char*>malloc(call.scratch_bytes + ALIGNMENT)
+    if workspace == NULL:
+        raise MemoryError(f"no memory for {call.scratch_bytes + ALIGNMENT} bytes of scratch")
+    try:
+        execute(call, workspace)
+        if not call.forward and call.has_bias and call.bias == NULL:
+            return nodes_of(call)
+    finally:
+        free(workspace)
+
+
 cdef class CPUExecutor:
     """One prepared call on the CPU. Internal interface of a backend: `workspace_size`, then `run`, once."""
 
     cdef Call call
-    cdef bint forward
     cdef object arguments         # keep the arrays behind the planes alive
     cdef object outputs
     cdef bint done
@@ -297,147 +405,33 @@ cdef class CPUExecutor:
             raise InvalidParameterError("`executor` must be unused, got one that has run")
         if buffer.shape[0] < self.call.scratch_bytes + ALIGNMENT:
             raise wrong_value("workspace", f"a buffer of at least {self.workspace_size} bytes", buffer.shape[0])
-        self.execute(<char*>&buffer[0])
-
-    cdef void execute(self, char* workspace):
         self.done = True
-        self.call.scratch = <char*>((<uintptr_t>workspace + ALIGNMENT - 1) & ~<uintptr_t>(ALIGNMENT - 1))
-        with nogil:
-            if self.forward:
-                kernel.run_forward(&self.call)
-            else:
-                kernel.run(&self.call)
+        execute(&self.call, <char*>&buffer[0])
 
 
-cpdef CPUExecutor prepare(Arguments arguments, object outputs, bint nonfinite_nan=True, object num_threads=None,
-                          Py_ssize_t first_leaf=0, bint partial=False):
+def prepare(arguments, outputs):
     """Turns checked arguments and allocated outputs into an executor.
 
     Parameters
     ----------
-    arguments : Arguments
-    outputs : tuple of (grad_gates, grad_cx, grad_bias)
-        The arrays to write; grad_bias is None without bias and for a part.
-    nonfinite_nan : bool
-    num_threads : int or None
-    first_leaf : int
-        Leaf of the whole batch that row 0 begins.
-    partial : bool
-        Whether the bias stays in the form of tree nodes.
+    arguments : Arguments or ForwardArguments
+    outputs : tuple of (grad_gates, grad_cx, grad_bias) or (hy, cy, gates)
+        The arrays to write; grad_bias is None without bias.
     """
     cdef CPUExecutor executor = CPUExecutor.__new__(CPUExecutor)
-    cdef Call* call = &executor.call
-    cdef Storage storage = <Storage>arguments.storage
-    cdef int k
-    grad_gates, grad_cx, grad_bias = outputs
-    if kernel == NULL:
-        use_isa("auto")
-    executor.forward = False
+    first, second, third = outputs
     executor.arguments = arguments
     executor.outputs = outputs
     executor.done = False
-    call.storage = storage
-    call.batch = arguments.batch
-    call.hidden = arguments.hidden
-    call.first_leaf = first_leaf
-    call.has_bias = arguments.has_bias
-    call.nonfinite_nan = nonfinite_nan
-    call.in_place = arguments.in_place
-    set_plane(&call.source[0], arguments.grad_hy, 0, storage, call.hidden)
-    set_plane(&call.source[1], arguments.grad_cy, 0, storage, call.hidden)
-    set_plane(&call.source[2], arguments.cx, 0, storage, call.hidden)
-    set_plane(&call.source[3], arguments.cy, 0, storage, call.hidden)
-    for k in range(GATES):
-        set_plane(&call.source[4 + k], arguments.gates, k, storage, call.hidden)
-        set_plane(&call.target[k], grad_gates, k, storage, call.hidden)
-    set_plane(&call.target[4], grad_cx, 0, storage, call.hidden)
-    call.bias = NULL
-    if call.has_bias and not partial:
-        call.bias = <char*>cnp.PyArray_DATA(grad_bias)
-        call.bias_stride = cnp.PyArray_STRIDE(grad_bias, 0)
-    set_passage(call, SOURCES, TARGETS, <cnp.ndarray>arguments.cx)
-    call.threads = choose_threads(num_threads, call.batch, call.hidden)
-    kernel.plan(call)
+    if isinstance(arguments, ForwardArguments):
+        describe_forward(&executor.call, arguments, first, second, third, 0)
+    else:
+        describe(&executor.call, arguments, first, second, third, True, 0, 0)
     return executor
 
 
-cdef void set_passage(Call* call, int sources, int targets, cnp.ndarray cx):
-    """How inputs and outputs pass through the cache."""
-    cdef Py_ssize_t moved
-    cdef int k
-    call.item_bytes = cnp.PyArray_ITEMSIZE(cx)
-    moved = (sources + targets) * call.batch * call.hidden * call.item_bytes
-    call.prefetch = moved >= PREFETCH_BYTES
-    call.blocked = call.packed = False
-    for k in range(sources):
-        call.blocked |= call.source[k].blocked
-        call.packed |= call.source[k].data != NULL and not call.source[k].direct and not call.source[k].blocked
-    call.streaming = moved >= STREAMING_BYTES and not call.in_place
-    call.staged = call.in_place
-    for k in range(targets):
-        call.streaming = call.streaming and call.target[k].column_stride == call.item_bytes
-        call.staged |= not call.target[k].direct
-    call.staged |= call.streaming
-
-
-cpdef CPUExecutor prepare_forward(ForwardArguments arguments, object outputs, object num_threads=None):
-    """Turns checked arguments and allocated outputs of a forward call into an executor.
-
-    Parameters
-    ----------
-    arguments : ForwardArguments
-    outputs : tuple of (hy, cy, gates)
-        The arrays to write.
-    num_threads : int or None
-    """
-    cdef CPUExecutor executor = CPUExecutor.__new__(CPUExecutor)
-    cdef Call* call = &executor.call
-    cdef Storage storage = <Storage>arguments.storage
-    cdef int k
-    hy, cy, gates = outputs
-    if kernel == NULL:
-        use_isa("auto")
-    executor.forward = True
-    executor.arguments = arguments
-    executor.outputs = outputs
-    executor.done = False
-    call.storage = storage
-    call.batch = arguments.batch
-    call.hidden = arguments.hidden
-    call.first_leaf = 0
-    call.has_bias = arguments.input_bias is not None or arguments.hidden_bias is not None
-    call.in_place = arguments.in_place
-    for k in range(GATES):
-        set_plane(&call.source[k], arguments.input_gates, k, storage, call.hidden)
-        set_plane(&call.source[GATES + k], arguments.hidden_gates, k, storage, call.hidden)
-        set_plane(&call.target[k], gates, k, storage, call.hidden)
-    set_plane(&call.source[2 * GATES], arguments.cx, 0, storage, call.hidden)
-    set_plane(&call.target[4], cy, 0, storage, call.hidden)
-    set_plane(&call.target[5], hy, 0, storage, call.hidden)
-    set_bias(&call.bias_source[0], arguments.input_bias)
-    set_bias(&call.bias_source[1], arguments.hidden_bias)
-    set_passage(call, FORWARD_SOURCES, FORWARD_TARGETS, <cnp.ndarray>arguments.cx)
-    call.threads = choose_threads(num_threads, call.batch, call.hidden)
-    kernel.plan_forward(call)
-    return executor
-
-
-cdef object run_on_host(CPUExecutor executor):
-    """Runs an executor in scratch memory of its own; returns the nodes of a part's bias."""
-    cdef char* workspace = <char*>malloc(executor.call.scratch_bytes + ALIGNMENT)
-    if workspace == NULL:
-        raise MemoryError(f"no memory for {executor.workspace_size} bytes of scratch")
-    try:
-        executor.execute(workspace)
-        if not executor.forward and executor.call.has_bias and executor.call.bias == NULL:
-            return nodes_of(executor)
-    finally:
-        free(workspace)
-
-
-cdef list nodes_of(CPUExecutor executor):
+cdef list nodes_of(const Call* call):
     """Copies the tree nodes that a part's run left in its scratch memory."""
-    cdef Call* call = &executor.call
     cdef const Node* pieces = <const Node*>call.scratch
     cdef Py_ssize_t lanes = 2 if call.storage == STORAGE_FLOAT64 else 1
     cdef Py_ssize_t size = lanes * GATES * call.hidden
@@ -456,13 +450,20 @@ cdef list nodes_of(CPUExecutor executor):
 
 cdef object named(type kind, a, b, c):
     """A named tuple without the detour through its Python constructor."""
-    return PyTuple_Type.tp_new(kind, ((a, b, c),), NULL)
+    cdef object triple = (<NamedTupleType*>kind).tp_alloc(kind, 3)
+    Py_INCREF(a)
+    PyTuple_SET_ITEM(triple, 0, a)
+    Py_INCREF(b)
+    PyTuple_SET_ITEM(triple, 1, b)
+    Py_INCREF(c)
+    PyTuple_SET_ITEM(triple, 2, c)
+    return triple
 
 
-cdef object compute_on_host(type kind, Arguments arguments, object out, bint nonfinite_nan, object num_threads,
+cdef object compute_on_host(type kind, Arguments arguments, object out, bint nonfinite_nan, Py_ssize_t threads,
                             Py_ssize_t first_leaf, bint partial):
     """A checked call on the CPU; allocates the outputs that were not given."""
-    cdef CPUExecutor executor
+    cdef Call call
     cdef object last = arguments.grad_bias
     grad_gates = arguments.grad_gates
     grad_cx = arguments.grad_cx
@@ -470,17 +471,17 @@ cdef object compute_on_host(type kind, Arguments arguments, object out, bint non
         grad_gates = allocate(2, arguments.batch, 4 * arguments.hidden, arguments.dtype)
     if grad_cx is None:
         grad_cx = allocate(2, arguments.batch, arguments.hidden, arguments.dtype)
-    if partial:
-        last = []
-    elif last is None and arguments.has_bias:
+    if last is None and arguments.has_bias and not partial:
         last = allocate(1, 1, 4 * arguments.hidden, arguments.dtype)
     if arguments.batch > 0 and arguments.hidden > 0:
-        executor = prepare(arguments, (grad_gates, grad_cx, last), nonfinite_nan, num_threads, first_leaf, partial)
-        parts = run_on_host(executor)
-        if partial and arguments.has_bias:
-            last = parts
-    elif arguments.has_bias and not partial:
-        last.fill(0)
+        describe(&call, arguments, grad_gates, grad_cx, last, nonfinite_nan, threads, first_leaf)
+        parts = run_on_host(&call)
+    else:
+        parts = None
+        if last is not None:
+            last.fill(0)
+    if partial:
+        last = parts or []
     if out is not None:
         # An ndarray subclass was computed through its plain view; the caller gets back what was given.
         grad_gates = grad_gates if out[0] is None else out[0]
@@ -489,8 +490,9 @@ cdef object compute_on_host(type kind, Arguments arguments, object out, bint non
     return named(kind, grad_gates, grad_cx, last)
 
 
-cdef object compute_forward_on_host(ForwardArguments arguments, object out, object num_threads):
+cdef object compute_forward_on_host(ForwardArguments arguments, object out, Py_ssize_t threads):
     """A checked forward call on the CPU; allocates the outputs that were not given."""
+    cdef Call call
     hy, cy, gates = arguments.hy, arguments.cy, arguments.gates
     if hy is None:
         hy = allocate(2, arguments.batch, arguments.hidden, arguments.dtype)
@@ -499,7 +501,8 @@ cdef object compute_forward_on_host(ForwardArguments arguments, object out, obje
     if gates is None:
         gates = allocate(2, arguments.batch, 4 * arguments.hidden, arguments.dtype)
     if arguments.batch > 0 and arguments.hidden > 0:
-        run_on_host(prepare_forward(arguments, (hy, cy, gates), num_threads))
+        describe_forward(&call, arguments, hy, cy, gates, threads)
+        run_on_host(&call)
     if out is not None:
         hy = hy if out[0] is None else out[0]
         cy = cy if out[1] is None else out[1]
@@ -512,7 +515,7 @@ cdef object chosen_npu(object arguments, bint on_host, object device, object str
     cdef const char* forced
     if on_host and isinstance(device, str) and not logs(LOG_DEBUG):
         forced = getenv("LSTMCELL_BWD_DEVICE")
-        if device == "cpu" or (device == "auto" and (forced == NULL or forced[0] == 0)):
+        if device == "auto" and (forced == NULL or forced[0] == 0) or device == "cpu":
             if stream is not None:
                 raise wrong_value("stream", "None where the CPU computes", stream)
             return None
@@ -606,11 +609,10 @@ def lstm_cell_backward(grad_hy, grad_cy, cx, cy, gates, has_bias=True, *, out=No
     """
     cdef Arguments arguments = check_arguments(grad_hy, grad_cy, cx, cy, gates, has_bias, out)
     cdef bint nonfinite_nan = nonfinite_is_nan(nonfinite)
-    if num_threads is not None:
-        thread_count(num_threads)
+    cdef Py_ssize_t threads = thread_count(num_threads)
     npu = chosen_npu(arguments, arguments.on_host, device, stream)
     if npu is None:
-        return compute_on_host(LSTMCellGradients, arguments, out, nonfinite_nan, num_threads, 0, False)
+        return compute_on_host(LSTMCellGradients, arguments, out, nonfinite_nan, threads, 0, False)
     from lstmcell_bwd.npu import op
 
     return op.lstm_cell_backward(arguments, out, npu, stream)
@@ -695,11 +697,10 @@ def lstm_cell_forward(input_gates, hidden_gates, cx, input_bias=None, hidden_bia
     """
     cdef ForwardArguments arguments = check_forward_arguments(input_gates, hidden_gates, cx, input_bias, hidden_bias,
                                                               out)
-    if num_threads is not None:
-        thread_count(num_threads)
+    cdef Py_ssize_t threads = thread_count(num_threads)
     npu = chosen_npu(arguments, arguments.on_host, device, None)
     if npu is None:
-        return compute_forward_on_host(arguments, out, num_threads)
+        return compute_forward_on_host(arguments, out, threads)
     from lstmcell_bwd.npu import op
 
     return op.lstm_cell_forward(arguments, out, npu)
@@ -734,6 +735,7 @@ def lstm_cell_backward_part(grad_hy, grad_cy, cx, cy, gates, has_bias=True, *, f
     """
     cdef Arguments arguments = check_arguments(grad_hy, grad_cy, cx, cy, gates, has_bias, out)
     cdef bint nonfinite_nan = nonfinite_is_nan(nonfinite)
+    cdef Py_ssize_t threads = thread_count(num_threads)
     if isinstance(first_row, (bool, np.bool_)) or not isinstance(first_row, (int, np.integer)):
         raise wrong_type("first_row", f"an integer multiple of BIAS_LEAF_ROWS = {LEAF_ROWS}", first_row)
     if first_row < 0 or first_row % LEAF_ROWS:
@@ -742,9 +744,7 @@ def lstm_cell_backward_part(grad_hy, grad_cy, cx, cy, gates, has_bias=True, *, f
         raise bad_output("grad_bias", "be None for a part of a batch", "an array")
     if not arguments.on_host:
         raise bad_argument("device", "be the CPU for a part of a batch", "tensors on an NPU")
-    if num_threads is not None:
-        thread_count(num_threads)
-    return compute_on_host(LSTMCellPart, arguments, out, nonfinite_nan, num_threads, first_row // LEAF_ROWS, True)
+    return compute_on_host(LSTMCellPart, arguments, out, nonfinite_nan, threads, first_row // LEAF_ROWS, True)
 
 
 def combine_bias(parts, dtype):
@@ -844,8 +844,7 @@ def choose_device(grad_hy, grad_cy, cx, cy, gates, has_bias=True, *, out=None, d
     """
     cdef Arguments arguments = check_arguments(grad_hy, grad_cy, cx, cy, gates, has_bias, out)
     nonfinite_is_nan(nonfinite)
-    if num_threads is not None:
-        thread_count(num_threads)
+    thread_count(num_threads)
     return dispatch.choose(arguments, device, stream)
 
 
@@ -867,6 +866,5 @@ def choose_forward_device(input_gates, hidden_gates, cx, input_bias=None, hidden
     """
     cdef ForwardArguments arguments = check_forward_arguments(input_gates, hidden_gates, cx, input_bias, hidden_bias,
                                                               out)
-    if num_threads is not None:
-        thread_count(num_threads)
+    thread_count(num_threads)
     return dispatch.choose(arguments, device, None)

@@ -12,6 +12,7 @@ import numpy as np
 
 cimport cython
 cimport numpy as cnp
+from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_CheckExact
 
 from lstmcell_bwd import npu
 from lstmcell_bwd.errors import InvalidParameterError, NullPointerError, UnsupportedDtypeError
@@ -26,6 +27,7 @@ cdef extern from "numpy/arrayobject.h":
 _SUPPORTED = "float32, float64, float16 or bfloat16"
 cdef enum:
     FIRST_USER_TYPE = 256     # NPY_USERDEF
+    MOST_THREADS = 0x100000
 
 cdef int bfloat16_number = -1      # NumPy's number of ml_dtypes.bfloat16, once one was seen
 
@@ -269,7 +271,9 @@ cdef inline bint same_layout(cnp.ndarray a, cnp.ndarray b):
 
 # ---- all arguments of one call --------------------------------------------------------------------------------------
 
+# They hold arrays and never become part of a cycle, so the garbage collector need not see them.
 @cython.freelist(8)
+@cython.no_gc
 cdef class Arguments:
     """The checked arguments of one backward call, the same for every backend."""
 
@@ -286,6 +290,7 @@ cdef class Arguments:
 
 
 @cython.freelist(8)
+@cython.no_gc
 cdef class ForwardArguments:
     """The checked arguments of one forward call, likewise."""
 
@@ -571,13 +576,20 @@ cdef bint nonfinite_is_nan(object nonfinite) except -1:
 
 
 cdef Py_ssize_t thread_count(object num_threads) except -1:
-    """A number of threads given by the user."""
-    if isinstance(num_threads, (bool, np.bool_)):
-        raise wrong_type("num_threads", "an integer of at least 1, or None", num_threads)
-    try:
-        number = operator.index(num_threads)
-    except TypeError:
-        raise wrong_type("num_threads", "an integer of at least 1, or None", num_threads) from None
-    if number < 1:
-        raise wrong_value("num_threads", "an integer of at least 1, or None", num_threads)
-    return min(number, 1 << 20)
+    """A number of threads given by the user; 0 for None."""
+    cdef int overflow
+    cdef long number
+    if num_threads is None:
+        return 0
+    index = num_threads
+    if not PyLong_CheckExact(num_threads):
+        if isinstance(num_threads, (bool, np.bool_)):
+            raise wrong_type("num_threads", "an integer of at least 1, or None", num_threads)
+        try:
+            index = operator.index(num_threads)
+        except TypeError:
+            raise wrong_type("num_threads", "an integer of at least 1, or None", num_threads) from None
+    number = PyLong_AsLongAndOverflow(index, &overflow)
+    if overflow < 0 or (overflow == 0 and number < 1):
+        raise wrong_value("num_threads", "an integer of at least 1, or None", index)
+    return MOST_THREADS if overflow > 0 else min(number, <long>MOST_THREADS)

@@ -2,7 +2,7 @@
 # each stub publishes in a capsule. Change ABI_VERSION with any change here.
 
 cdef enum:
-    ABI_VERSION = 4
+    ABI_VERSION = 5
     SOURCES = 8        # planes read:    grad_hy, grad_cy, cx, cy and the gates i, f, g, o
     TARGETS = 5        # planes written: the gradients of i, f, g, o and of cx
     # The forward pass: input_gates i, f, g, o, hidden_gates i, f, g, o and cx; the gates i, f, g, o, cy and hy.
@@ -45,6 +45,7 @@ ctypedef struct Call:
     Plane bias_source[2]          # forward: input_bias and hidden_bias, rows of 4 * hidden; NULL stands for zeros
     char* bias                    # NULL: no bias is rounded (has_bias is off, or a part is computed)
     Py_ssize_t bias_stride
+    bint forward                  # the forward pass; otherwise the backward pass
     Storage storage
     Py_ssize_t batch
     Py_ssize_t hidden

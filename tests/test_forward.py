@@ -741,7 +741,7 @@ def test_forward_executor_is_used_once():
 
     inputs = make_inputs(N, H)
     outputs = tuple(np.empty(shape, np.float32) for shape in output_shapes(N, H))
-    executor = _api.prepare_forward(check_forward_arguments(*inputs, None), outputs)
+    executor = _api.prepare(check_forward_arguments(*inputs, None), outputs)
     assert executor.threads == 1
     with pytest.raises(InvalidParameterError, match="`workspace`"):
         executor.run(bytearray(executor.workspace_size - 1))
