@@ -183,13 +183,14 @@ cdef void careful_activation_row(real_t one, Py_ssize_t count,
 # ---- one tile ---------------------------------------------------------------------------------------------------
 
 ctypedef struct ForwardBuffers: # of one thread; rows are `pitch` elements apart
-    char* packed                # [FORWARD_SOURCES]            inputs that cannot be read where they lie
-    char* blocks                # [FORWARD_SOURCES, LEAF_ROWS] inputs that are read a column at a time
-    char* stage                 # [FORWARD_TARGETS]            outputs that cannot be written where they go
-    char* halves                # [1]                          a row of float16 or bfloat16 on its way past the cache
-    lstmcell_carry* carry       # [RUN_ROWS, FORWARD_TARGETS]  what waits for the rest of its 64-byte line
-    char* bias                  # [2, GATES * hidden]          the biases' sum, what rounding added; all threads'
+    char* packed                # [FORWARD_SOURCES]             inputs that cannot be read where they lie
+    char* blocks                # [FORWARD_SOURCES, BLOCK_ROWS] inputs that are read a column at a time
+    char* stage                 # [FORWARD_TARGETS]             outputs that cannot be written where they go
+    char* halves                # [1]                           a row of float16 or bfloat16 on its way past the cache
+    lstmcell_carry* carry       # [RUN_ROWS, FORWARD_TARGETS]   what waits for the rest of its 64-byte line
+    char* bias                  # [2, GATES * hidden]           the biases' sum, what rounding added; all threads'
     Py_ssize_t pitch
+    Py_ssize_t block_row        # the first row of `blocks`
 
 
 cdef void forward_row(real_t one, row_t kind, const Call* call, const ForwardBuffers* buffers, const Ahead* ahead,
@@ -207,7 +208,7 @@ cdef void forward_row(real_t one, row_t kind, const Call* call, const ForwardBuf
         if plane.direct:
             source[k] = <real_t*>(plane.data + row * plane.row_stride + column * plane.column_stride)
         elif plane.blocked:
-            source[k] = <real_t*>buffers.blocks + (k * LEAF_ROWS + row % LEAF_ROWS) * buffers.pitch
+            source[k] = <real_t*>buffers.blocks + (k * BLOCK_ROWS + row - buffers.block_row) * buffers.pitch
         else:
             source[k] = <real_t*>buffers.packed + k * buffers.pitch
             pack_row(one, plane, call.storage, row, column, count, source[k])
@@ -260,9 +261,9 @@ cdef void forward_tile(real_t one, row_t kind, const Call* call, const ForwardBu
 
 # ---- pieces and threads -----------------------------------------------------------------------------------------
 
-cdef void forward_leaf(real_t one, row_t kind, const Call* call, const ForwardBuffers* buffers, Py_ssize_t first_row,
-                       Py_ssize_t end_row, Py_ssize_t first_column, Py_ssize_t columns) noexcept nogil:
-    """One strip of LEAF_ROWS rows: run by run, or where inputs are read in blocks, tile by tile."""
+cdef void forward_block(real_t one, row_t kind, const Call* call, const ForwardBuffers* buffers, Py_ssize_t first_row,
+                        Py_ssize_t end_row, Py_ssize_t first_column, Py_ssize_t columns) noexcept nogil:
+    """One strip of BLOCK_ROWS rows: run by run, or where inputs are read in blocks, tile by tile."""
     cdef Py_ssize_t block_columns = call.tile if call.blocked else columns
     cdef Py_ssize_t block = 0
     cdef Py_ssize_t row, column, count, k
@@ -273,7 +274,7 @@ cdef void forward_leaf(real_t one, row_t kind, const Call* call, const ForwardBu
                 if call.source[k].blocked:
                     pack_block(one, &call.source[k], call.storage, first_row, end_row - first_row,
                                first_column + block, block_columns, buffers.pitch,
-                               <real_t*>buffers.blocks + k * LEAF_ROWS * buffers.pitch)
+                               <real_t*>buffers.blocks + k * BLOCK_ROWS * buffers.pitch)
         row = first_row
         while row < end_row:
             column = block
@@ -287,11 +288,12 @@ cdef void forward_leaf(real_t one, row_t kind, const Call* call, const ForwardBu
         block += block_columns
 
 
-cdef void forward_piece(real_t one, row_t kind, const Call* call, const ForwardBuffers* buffers, Py_ssize_t first_row,
+cdef void forward_piece(real_t one, row_t kind, const Call* call, ForwardBuffers* buffers, Py_ssize_t first_row,
                         Py_ssize_t end_row, Py_ssize_t first_column, Py_ssize_t columns) noexcept nogil:
     while first_row < end_row:
-        forward_leaf(one, kind, call, buffers, first_row, min(first_row + LEAF_ROWS, end_row), first_column, columns)
-        first_row += LEAF_ROWS
+        buffers.block_row = first_row
+        forward_block(one, kind, call, buffers, first_row, min(first_row + BLOCK_ROWS, end_row), first_column, columns)
+        first_row += BLOCK_ROWS
 
 
 cdef void forward_item(const Call* call, Py_ssize_t item, char* block) noexcept nogil:
@@ -307,11 +309,12 @@ cdef void forward_item(const Call* call, Py_ssize_t item, char* block) noexcept 
     buffers.pitch = pitch_of(call, width)
     buffers.packed = block + 64
     buffers.blocks = buffers.packed + FORWARD_SOURCES * buffers.pitch * width
-    buffers.stage = buffers.blocks + (FORWARD_SOURCES * LEAF_ROWS * buffers.pitch * width if call.blocked else 0)
+    buffers.stage = buffers.blocks + (FORWARD_SOURCES * BLOCK_ROWS * buffers.pitch * width if call.blocked else 0)
     buffers.halves = buffers.stage + FORWARD_TARGETS * buffers.pitch * width
     buffers.carry = <lstmcell_carry*>(buffers.halves + buffers.pitch * width)
     buffers.bias = call.scratch
-    memset(buffers.carry, 0, RUN_ROWS * FORWARD_TARGETS * sizeof(lstmcell_carry))
+    if call.streaming:
+        memset(buffers.carry, 0, RUN_ROWS * FORWARD_TARGETS * sizeof(lstmcell_carry))
     if call.storage == STORAGE_FLOAT64:
         forward_piece(<double>1, <f64_row>NULL, call, &buffers, first_row, end_row, first_column, columns)
     else:
@@ -330,7 +333,7 @@ cdef void plan_forward(Call* call) noexcept nogil:
     call.thread_bytes = padded(64 + (1 + FORWARD_SOURCES + FORWARD_TARGETS) * pitch_of(call, width) * width
                                + RUN_ROWS * FORWARD_TARGETS * sizeof(lstmcell_carry))
     if call.blocked:
-        call.thread_bytes += padded(FORWARD_SOURCES * LEAF_ROWS * pitch_of(call, width) * width)
+        call.thread_bytes += padded(FORWARD_SOURCES * BLOCK_ROWS * pitch_of(call, width) * width)
     call.scratch_bytes = call.nodes_bytes + call.threads * call.thread_bytes
 
 

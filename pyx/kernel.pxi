@@ -440,14 +440,15 @@ cdef inline bint has_low_gradients(real_t one, Py_ssize_t count,
     cdef uint32_t a, narrow = 0xffffffffu
     cdef uint64_t b, wide = 0xffffffffffffffffu
     for j in range(count):
-        # Below a power of two are both if their union is; less one, 0 is not. That is, if the two highest bits are 0.
+        # Below a power of two are both if their union is; less one, 0 is not. Few instruction sets have a minimum of
+        # 64-bit integers, so there it is found from the two highest bits, which must be 0.
         if real_t is float:
-            a = ((bits_f32(<real_t>grad_hy[j]) | bits_f32(<real_t>grad_cy[j])) << 1) - 1u
-            narrow &= a | (a << 1)
+            a = ((bits_f32(<real_t>grad_hy[j]) | bits_f32(<real_t>grad_cy[j])) & 0x7fffffffu) - 1u
+            narrow = a if a < narrow else narrow
         else:
             b = ((bits_f64(<real_t>grad_hy[j]) | bits_f64(<real_t>grad_cy[j])) << 1) - 1u
             wide &= b | (b << 1)
-    return (narrow >> 31 == 0) if real_t is float else (wide >> 63 == 0)
+    return (narrow < (F32_LOW >> 1) - 1u) if real_t is float else (wide >> 63 == 0)
 
 
 cdef void lift_row(real_t one, Py_ssize_t count,
@@ -558,7 +559,7 @@ cdef void pack_block(real_t one, const Plane* plane, Storage storage, Py_ssize_t
                      real_t* target) noexcept nogil:                                                         # OUT
     """Reads a block [rows, count] whose columns lie closer than its rows, a column at a time."""
     cdef Plane turned = plane[0]
-    cdef real_t line[LEAF_ROWS]
+    cdef real_t line[BLOCK_ROWS]
     cdef Py_ssize_t r, j, k
     turned.data = plane.data + first_row * plane.row_stride + column * plane.column_stride
     turned.row_stride = plane.column_stride
@@ -612,12 +613,13 @@ ctypedef struct Buffers:        # of one thread; rows are `pitch` elements apart
     char* exponential           # [2]                          p and scale of the row at hand
     char* lifted                # [3]                          lifted gradients and which of them are
     char* packed                # [SOURCES]                    inputs that cannot be read where they lie
-    char* blocks                # [SOURCES, LEAF_ROWS]         inputs that are read a column at a time
+    char* blocks                # [SOURCES, BLOCK_ROWS]        inputs that are read a column at a time
     char* stage                 # [RUN_ROWS, TARGETS]          outputs that cannot be written where they go
     char* halves                # [1]                          a row of float16 or bfloat16 on its way past the cache
     lstmcell_carry* carry       # [RUN_ROWS, TARGETS]          what waits for the rest of its 64-byte line
     char* sums                  # [depth of the tree][1 + pairs][GATES, strip] float64
     Py_ssize_t pitch
+    Py_ssize_t block_row        # the first row of `blocks`
     Py_ssize_t end_row          # of the piece at hand
 
 
@@ -773,9 +775,11 @@ cdef inline lstmcell_carry* next_carry(const Call* call, const Buffers* buffers,
 
 cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* buffers, Ahead* ahead,
                        Py_ssize_t first_row, Py_ssize_t rows, Py_ssize_t column, Py_ssize_t count,
-                       Py_ssize_t lead, bint last,                                                           # IN
+                       Py_ssize_t lead, bint first, bint last,                                               # IN
                        double* sums) noexcept nogil:                                                         # INOUT
     """A run of rows by `count` columns; adds its gate gradients to the leaf's wide sums from this column on.
+
+    The `first` run of a leaf finds no sums. The `last` tile of a row has no other behind it.
 
     `lead` columns in, arrays begin on a 64-byte line; buffers are made to do so, too.
     """
@@ -799,7 +803,7 @@ cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* 
             source[k] = <real_t*>(plane.data + first_row * plane.row_stride + column * plane.column_stride)
             step[k] = plane.row_stride
         elif plane.blocked:
-            source[k] = <real_t*>buffers.blocks + (k * LEAF_ROWS + first_row % LEAF_ROWS) * buffers.pitch
+            source[k] = <real_t*>buffers.blocks + (k * BLOCK_ROWS + first_row - buffers.block_row) * buffers.pitch
             step[k] = buffers.pitch * sizeof(real_t)
         else:
             source[k] = <real_t*>buffers.packed + k * buffers.pitch + shift
@@ -843,6 +847,9 @@ cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* 
             source[k] = <real_t*>(<char*>source[k] + step[k])
         next_row(call, ahead)
     for k in range(GATES if call.has_bias else 0):
+        if first:
+            for r in range(2 if call.storage == STORAGE_FLOAT64 else 1):
+                memset(sums + (r * GATES + k) * call.strip, 0, count * sizeof(double))
         if lead > 0:
             add_run(one, lead, <row_t>target[0][k], <row_t>target[1][k], <row_t>target[2][k], <row_t>target[3][k],
                     sums + k * call.strip, sums + (GATES + k) * call.strip)
@@ -907,13 +914,14 @@ cdef inline Py_ssize_t lead_of(const Call* call, Py_ssize_t first_column, Py_ssi
     return lead // size
 
 
-cdef void compute_leaf(real_t one, row_t kind, const Call* call, const Buffers* buffers, Py_ssize_t first_row,
-                       Py_ssize_t end_row, Py_ssize_t first_column, Py_ssize_t columns, Py_ssize_t lead,     # IN
-                       double* sums) noexcept nogil:                                                         # INOUT
-    """One strip of one leaf: run by run, or where inputs are read in blocks, tile by tile."""
+cdef void compute_leaves(real_t one, row_t kind, const Call* call, const Buffers* buffers, Py_ssize_t first_row,
+                         Py_ssize_t end_row, Py_ssize_t first_column, Py_ssize_t columns, Py_ssize_t lead,   # IN
+                         double* sums) noexcept nogil:                                                       # OUT
+    """One strip of one leaf, run by run; or where inputs are read in blocks, of BLOCK_LEAVES, tile by tile."""
     cdef Py_ssize_t block_columns = call.tile if call.blocked else columns
     cdef Py_ssize_t block = 0
     cdef Py_ssize_t row, column, count, k
+    cdef double* leaf_sums
     cdef Ahead ahead
     while block < columns:
         block_columns = min(block_columns, columns - block)
@@ -922,11 +930,12 @@ cdef void compute_leaf(real_t one, row_t kind, const Call* call, const Buffers* 
                 if call.source[k].blocked:
                     pack_block(one, &call.source[k], call.storage, first_row, end_row - first_row,
                                first_column + block, block_columns, buffers.pitch,
-                               <real_t*>buffers.blocks + k * LEAF_ROWS * buffers.pitch)
+                               <real_t*>buffers.blocks + k * BLOCK_ROWS * buffers.pitch)
         row = first_row
         while row < end_row:
             if call.streaming and not call.joined:
                 prefetch_edges(call, row, first_column + block, first_column + block + block_columns)
+            leaf_sums = sums + (row - first_row) // LEAF_ROWS * sums_doubles(call)
             column = block
             while column < block + block_columns:
                 # The first tile takes the lead too, and the last what would be too little for a tile of its own.
@@ -937,10 +946,22 @@ cdef void compute_leaf(real_t one, row_t kind, const Call* call, const Buffers* 
                 compute_tile(one, kind, call, buffers, &ahead, row, min(<Py_ssize_t>RUN_ROWS, end_row - row),
                              first_column + column, count,
                              lead if column == 0 and call.storage < STORAGE_FLOAT16 else 0,
-                             column + count == block + block_columns, sums + column)
+                             row % LEAF_ROWS == 0, column + count == block + block_columns, leaf_sums + column)
                 column += count
             row += RUN_ROWS
         block += block_columns
+
+
+cdef void merge_sums(const Call* call, Py_ssize_t columns,
+                     double* left,                                                                           # INOUT
+                     double* right) noexcept nogil:                                                          # IN
+    """One step of the tree on the wide sums of one strip: the left child becomes the parent."""
+    cdef bint pairs = call.storage == STORAGE_FLOAT64
+    cdef Py_ssize_t low = GATES * call.strip
+    cdef Py_ssize_t k
+    for k in range(GATES):
+        add_wide(pairs, columns, left + k * call.strip, left + low + k * call.strip,
+                 right + k * call.strip, right + low + k * call.strip)
 
 
 cdef void compute_piece(real_t one, row_t kind, const Call* call, Buffers* buffers, Node piece,
@@ -951,26 +972,26 @@ cdef void compute_piece(real_t one, row_t kind, const Call* call, Buffers* buffe
     cdef bint pairs = call.storage == STORAGE_FLOAT64
     cdef Py_ssize_t lead = lead_of(call, first_column, columns)
     cdef double* base = <double*>buffers.sums + (-lead & 7)     # so that they, too, are on a line at the lead
+    cdef Py_ssize_t leaves = min(<Py_ssize_t>1 << piece.level, <Py_ssize_t>BLOCK_LEAVES) if call.blocked else 1
+    cdef Py_ssize_t first = (piece.first_leaf - call.first_leaf) * LEAF_ROWS
     cdef Py_ssize_t depth = 0
-    cdef Py_ssize_t leaf, row, k, merged
-    cdef double* sums
-    buffers.end_row = min((piece.first_leaf + (<Py_ssize_t>1 << piece.level) - call.first_leaf) * LEAF_ROWS, call.batch)
-    for leaf in range(piece.first_leaf, piece.first_leaf + (<Py_ssize_t>1 << piece.level)):
-        sums = base + depth * size
-        if call.has_bias:
-            memset(sums, 0, size * sizeof(double))
-        row = (leaf - call.first_leaf) * LEAF_ROWS
-        compute_leaf(one, kind, call, buffers, row, min(row + LEAF_ROWS, call.batch), first_column, columns, lead, sums)
+    cdef Py_ssize_t group, row, k, merged
+    buffers.end_row = min(first + (<Py_ssize_t>LEAF_ROWS << piece.level), call.batch)
+    for group in range((<Py_ssize_t>1 << piece.level) // leaves):
+        row = first + group * leaves * LEAF_ROWS
+        buffers.block_row = row
+        compute_leaves(one, kind, call, buffers, row, min(row + leaves * LEAF_ROWS, buffers.end_row), first_column,
+                       columns, lead, base + depth * size)
         if not call.has_bias:
             continue
-        depth += 1
-        merged = leaf
-        while depth > 1 and merged & 1:
-            depth -= 1
-            sums = base + depth * size
-            add_wide(pairs, GATES * call.strip, sums - size, sums - size + GATES * call.strip,
-                     sums, sums + GATES * call.strip)
-            merged >>= 1
+        # Every leaf completes as many nodes as its number, counted from 1, has factors 2.
+        for k in range(group * leaves, (group + 1) * leaves):
+            depth += 1
+            merged = k
+            while merged & 1:
+                depth -= 1
+                merge_sums(call, columns, base + (depth - 1) * size, base + depth * size)
+                merged >>= 1
     if call.has_bias:
         for k in range((1 + pairs) * GATES):
             memcpy(node + k * call.hidden + first_column, base + k * call.strip, columns * sizeof(double))
@@ -1000,12 +1021,13 @@ cdef void compute_item(const Call* call, Py_ssize_t item, char* block) noexcept 
     buffers.lifted = buffers.exponential + 2 * buffers.pitch * width
     buffers.packed = buffers.lifted + 3 * buffers.pitch * width
     buffers.blocks = buffers.packed + SOURCES * buffers.pitch * width
-    buffers.stage = buffers.blocks + (SOURCES * LEAF_ROWS * buffers.pitch * width if call.blocked else 0)
+    buffers.stage = buffers.blocks + (SOURCES * BLOCK_ROWS * buffers.pitch * width if call.blocked else 0)
     buffers.halves = buffers.stage + RUN_ROWS * TARGETS * buffers.pitch * width
     buffers.carry = <lstmcell_carry*>(buffers.halves + buffers.pitch * width)
     buffers.sums = <char*>(buffers.carry + RUN_ROWS * TARGETS)
     memset(buffers.zeros, 0, buffers.pitch * width)
-    memset(buffers.carry, 0, RUN_ROWS * TARGETS * sizeof(lstmcell_carry))
+    if call.streaming:
+        memset(buffers.carry, 0, RUN_ROWS * TARGETS * sizeof(lstmcell_carry))
     if call.storage == STORAGE_FLOAT64:
         compute_piece(<double>1, <f64_row>NULL, call, &buffers, pieces[piece], first_column,
                       min(call.strip, call.hidden - first_column), nodes + piece * 2 * GATES * call.hidden)
@@ -1049,7 +1071,7 @@ cdef void plan(Call* call) noexcept nogil:
     call.thread_bytes = padded(64 + (7 + SOURCES + RUN_ROWS * TARGETS) * pitch_of(call, width) * width
                                + RUN_ROWS * TARGETS * sizeof(lstmcell_carry))
     if call.blocked:
-        call.thread_bytes += padded(SOURCES * LEAF_ROWS * pitch_of(call, width) * width)
+        call.thread_bytes += padded(SOURCES * BLOCK_ROWS * pitch_of(call, width) * width)
     if call.has_bias:
         call.thread_bytes += padded(((call.piece_level + 2) * sums_doubles(call) + 8) * sizeof(double))
     call.scratch_bytes = call.nodes_bytes + call.threads * call.thread_bytes
