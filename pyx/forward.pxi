@@ -40,24 +40,32 @@ cdef inline real_t last_normal(real_t one) noexcept nogil:
     return <real_t>87 if real_t is float else <real_t>708
 
 
-cdef inline real_t sigmoid_of(real_t a, real_t one) noexcept nogil:
-    """1 / (1 + exp(-a)), which keeps its digits at both ends; above 87 (708 in float64) it is 1.
-
-    Below -87 (-708) the result means nothing.
-    """
+cdef inline void split_sigmoid(real_t a, real_t one, real_t* r, real_t* scale) noexcept nogil:
+    """exp(-a) as scale * exp(r), with a taken as at most 87 (708 in float64). Below -87 (-708) it means nothing."""
     cdef real_t limit = last_normal(one)
     cdef real_t x = limit if a > limit else a
-    cdef real_t shifted, n, r, scale
+    cdef real_t shifted, n
     if real_t is float:
         shifted = x * F32_LOG2E + magic(one)
         n = shifted - magic(one)
-        r = (n * F32_LN2_HI - x) + n * F32_LN2_LO
+        r[0] = (n * F32_LN2_HI - x) + n * F32_LN2_LO
     else:
         shifted = x * F64_LOG2E + magic(one)
         n = shifted - magic(one)
-        r = (n * F64_LN2_HI - x) + n * F64_LN2_LO
-    scale = power_of_two(shifted)
-    return one / (one + (scale + scale * exponential_minus_one(r)))
+        r[0] = (n * F64_LN2_HI - x) + n * F64_LN2_LO
+    scale[0] = power_of_two(shifted)
+
+
+cdef inline real_t joined_sigmoid(real_t p, real_t scale, real_t one) noexcept nogil:
+    """1 / (1 + scale * (1 + p)), which keeps its digits at both ends."""
+    return one / (one + (scale + scale * p))
+
+
+cdef inline real_t sigmoid_of(real_t a, real_t one) noexcept nogil:
+    """sigmoid of a from -87 (-708 in float64) on; below, it means nothing."""
+    cdef real_t r, scale
+    split_sigmoid(a, one, &r, &scale)
+    return joined_sigmoid(exponential_minus_one(r), scale, one)
 
 
 cdef inline real_t careful_sigmoid_of(real_t a, real_t one) noexcept nogil:
@@ -69,44 +77,61 @@ cdef inline real_t careful_sigmoid_of(real_t a, real_t one) noexcept nogil:
         -limit if a < -limit else a, one)
 
 
-cdef inline real_t tanh_of(real_t x, real_t one) noexcept nogil:
-    """tanh, of any x: from |x| = 43.5 (354 in float64) on it has long been 1."""
+cdef inline void split_tanh(real_t x, real_t one, real_t* r, real_t* scale) noexcept nogil:
+    """exp(-2|x|) as scale * exp(r), with |x| taken as at most 43.5 (354 in float64), where tanh has long been 1."""
     cdef real_t limit = last_normal(one) * <real_t>0.5
     cdef real_t size = with_sign(x, one)
-    cdef real_t r, scale, s_last, t, s
-    split_exponential(limit if size > limit else size, one, False, &r, &scale, &s_last)
-    tanh_pair(x, exponential_minus_one(r), scale, one, True, &t, &s)
+    cdef real_t unused
+    split_exponential(limit if size > limit else size, one, False, r, scale, &unused)
+
+
+cdef inline real_t joined_tanh(real_t x, real_t p, real_t scale, real_t one) noexcept nogil:
+    """tanh(x), from exp(-2|x|) = scale * (1 + p)."""
+    cdef real_t t, unused
+    tanh_pair(x, p, scale, one, True, &t, &unused)
     return t
+
+
+cdef inline real_t tanh_of(real_t x, real_t one) noexcept nogil:
+    """tanh, of any x."""
+    cdef real_t r, scale
+    split_tanh(x, one, &r, &scale)
+    return joined_tanh(x, exponential_minus_one(r), scale, one)
 
 
 # ---- one row of a tile ------------------------------------------------------------------------------------------
 
-cdef void sum_row(real_t one, Py_ssize_t count,
-                  row_t x, row_t y,                                                                          # IN
-                  row_t a) noexcept nogil:                                                                   # OUT
+# Short loops, for the reasons given in kernel.pxi.
+
+cdef inline void sum_row(real_t one, Py_ssize_t count,
+                         row_t x, row_t y,                                                                   # IN
+                         row_t a) noexcept nogil:                                                            # OUT
     cdef Py_ssize_t j
     for j in range(count):
         a[j] = <real_t>x[j] + <real_t>y[j]
 
 
-cdef void biased_sum_row(real_t one, Py_ssize_t count,
-                         row_t x, row_t y, row_t bias, row_t bias_excess,                                    # IN
-                         row_t a) noexcept nogil:                                                            # OUT
+cdef inline void biased_sum_row(real_t one, Py_ssize_t count,
+                                row_t x, row_t y, row_t bias, row_t bias_excess,                             # IN
+                                row_t a) noexcept nogil:                                                     # OUT
     cdef Py_ssize_t j
     for j in range(count):
         a[j] = biased_sum(<real_t>x[j], <real_t>y[j], <real_t>bias[j], <real_t>bias_excess[j], False)
 
 
-cdef bint sigmoid_row(real_t one, Py_ssize_t count,
-                      row_t a) noexcept nogil:                                                               # INOUT
-    """sigmoid(a); whether all of it is valid (design note g)."""
+cdef inline bint split_sigmoid_row(real_t one, Py_ssize_t count,
+                                   row_t a,                                                                  # IN
+                                   row_t r, row_t scale) noexcept nogil:                                     # OUT
+    """Whether all of it is valid (design note g)."""
     cdef Py_ssize_t j
-    cdef real_t x
+    cdef real_t x, y, z
     cdef uint32_t narrow = 0
     cdef uint64_t wide = 0
     for j in range(count):
         x = a[j]
-        a[j] = sigmoid_of(x, one)
+        split_sigmoid(x, one, &y, &z)
+        r[j] = y
+        scale[j] = z
         if real_t is float:
             narrow |= <uint32_t>(x < -last_normal(one))
         else:
@@ -114,31 +139,51 @@ cdef bint sigmoid_row(real_t one, Py_ssize_t count,
     return (narrow == 0) if real_t is float else (wide == 0)
 
 
-cdef void tanh_row(real_t one, Py_ssize_t count,
-                   row_t a) noexcept nogil:                                                                  # INOUT
+cdef inline void joined_sigmoid_row(real_t one, Py_ssize_t count,
+                                    row_t r, row_t scale,                                                    # IN
+                                    row_t a) noexcept nogil:                                                 # OUT
     cdef Py_ssize_t j
     for j in range(count):
-        a[j] = tanh_of(<real_t>a[j], one)
+        a[j] = joined_sigmoid(exponential_minus_one(<real_t>r[j]), <real_t>scale[j], one)
 
 
-cdef void cell_row(real_t one, Py_ssize_t count,
-                   row_t cx, row_t i, row_t f, row_t g,                                                      # IN
-                   row_t cy) noexcept nogil:                                                                 # OUT
+cdef inline void split_tanh_row(real_t one, Py_ssize_t count,
+                                row_t a,                                                                     # IN
+                                row_t r, row_t scale) noexcept nogil:                                        # OUT
+    cdef Py_ssize_t j
+    cdef real_t y, z
+    for j in range(count):
+        split_tanh(<real_t>a[j], one, &y, &z)
+        r[j] = y
+        scale[j] = z
+
+
+cdef inline void joined_tanh_row(real_t one, Py_ssize_t count,
+                                 row_t r, row_t scale,                                                       # IN
+                                 row_t a) noexcept nogil:                                                    # INOUT
+    cdef Py_ssize_t j
+    for j in range(count):
+        a[j] = joined_tanh(<real_t>a[j], exponential_minus_one(<real_t>r[j]), <real_t>scale[j], one)
+
+
+cdef inline void cell_row(real_t one, Py_ssize_t count,
+                          row_t cx, row_t i, row_t f, row_t g,                                               # IN
+                          row_t cy) noexcept nogil:                                                          # OUT
     cdef Py_ssize_t j
     for j in range(count):
         cy[j] = <real_t>f[j] * <real_t>cx[j] + <real_t>i[j] * <real_t>g[j]
 
 
-cdef bint hidden_row(real_t one, Py_ssize_t count,
-                     row_t cy, row_t o,                                                                      # IN
-                     row_t hy) noexcept nogil:                                                               # OUT
+cdef inline bint hidden_row(real_t one, Py_ssize_t count,
+                            row_t cy, row_t r, row_t scale, row_t o,                                         # IN
+                            row_t hy) noexcept nogil:                                                        # OUT
     """hy; whether all of it is finite (design note g)."""
     cdef Py_ssize_t j
     cdef real_t h
     cdef uint32_t narrow = 0
     cdef uint64_t wide = 0
     for j in range(count):
-        h = <real_t>o[j] * tanh_of(<real_t>cy[j], one)
+        h = <real_t>o[j] * joined_tanh(<real_t>cy[j], exponential_minus_one(<real_t>r[j]), <real_t>scale[j], one)
         hy[j] = h
         if real_t is float:
             narrow |= bits_f32(h - h)
@@ -183,6 +228,7 @@ cdef void careful_activation_row(real_t one, Py_ssize_t count,
 # ---- one tile ---------------------------------------------------------------------------------------------------
 
 ctypedef struct ForwardBuffers: # of one thread; rows are `pitch` elements apart
+    char* exponential           # [2]                           r and scale of the row at hand
     char* packed                # [FORWARD_SOURCES]             inputs that cannot be read where they lie
     char* blocks                # [FORWARD_SOURCES, BLOCK_ROWS] inputs that are read a column at a time
     char* stage                 # [FORWARD_TARGETS]             outputs that cannot be written where they go
@@ -193,15 +239,55 @@ ctypedef struct ForwardBuffers: # of one thread; rows are `pitch` elements apart
     Py_ssize_t block_row        # the first row of `blocks`
 
 
+cdef inline bint forward_span(real_t one, row_t kind, const Call* call, const ForwardBuffers* buffers,
+                              const Ahead* ahead, Py_ssize_t first, Py_ssize_t count, real_t** source,
+                              real_t* bias, real_t** target) noexcept nogil:
+    """The fast path for some columns of a row of a tile; whether it is valid (design note g)."""
+    cdef row_t r = <row_t>buffers.exponential
+    cdef row_t scale = <row_t>buffers.exponential + buffers.pitch
+    cdef Py_ssize_t lane = GATES * call.hidden
+    cdef bint valid = True
+    cdef Py_ssize_t k
+    for k in range(GATES):
+        if ahead != NULL:
+            prefetch_sources(ahead, k, k + 1)
+        if call.has_bias:
+            biased_sum_row(one, count, <row_t>source[k] + first, <row_t>source[GATES + k] + first,
+                           <row_t>(bias + k * call.hidden) + first, <row_t>(bias + lane + k * call.hidden) + first,
+                           <row_t>target[k] + first)
+        else:
+            sum_row(one, count, <row_t>source[k] + first, <row_t>source[GATES + k] + first, <row_t>target[k] + first)
+        if ahead != NULL:
+            prefetch_sources(ahead, GATES + k, GATES + k + 1)
+        if k == 2:
+            split_tanh_row(one, count, <row_t>target[k] + first, r, scale)
+            joined_tanh_row(one, count, r, scale, <row_t>target[k] + first)
+        else:
+            valid &= split_sigmoid_row(one, count, <row_t>target[k] + first, r, scale)
+            joined_sigmoid_row(one, count, r, scale, <row_t>target[k] + first)
+    if ahead != NULL:
+        prefetch_sources(ahead, 2 * GATES, FORWARD_SOURCES)
+    cell_row(one, count, <row_t>source[2 * GATES] + first, <row_t>target[0] + first, <row_t>target[1] + first,
+             <row_t>target[2] + first, <row_t>target[4] + first)
+    split_tanh_row(one, count, <row_t>target[4] + first, r, scale)
+    valid &= hidden_row(one, count, <row_t>target[4] + first, r, scale, <row_t>target[3] + first,
+                        <row_t>target[5] + first)
+    return valid
+
+
 cdef void forward_row(real_t one, row_t kind, const Call* call, const ForwardBuffers* buffers, const Ahead* ahead,
                       Py_ssize_t row, Py_ssize_t column, Py_ssize_t count,                                   # IN
                       real_t** target) noexcept nogil:                                                       # OUT
-    """One row of a tile, from the arrays to `target`: i, f, g, o, cy, hy."""
+    """One row of a tile, from the arrays to `target`: i, f, g, o, cy, hy.
+
+    In whole vectors, and as in the backward pass what is left is done by a vector that overlaps them.
+    """
     cdef real_t* source[FORWARD_SOURCES]
     cdef real_t* bias = <real_t*>buffers.bias + column
     cdef Py_ssize_t lane = GATES * call.hidden
+    cdef Py_ssize_t lanes = lanes_of(one)
     cdef const Plane* plane
-    cdef bint valid = True
+    cdef bint valid
     cdef Py_ssize_t k
     for k in range(FORWARD_SOURCES):
         plane = &call.source[k]
@@ -212,22 +298,14 @@ cdef void forward_row(real_t one, row_t kind, const Call* call, const ForwardBuf
         else:
             source[k] = <real_t*>buffers.packed + k * buffers.pitch
             pack_row(one, plane, call.storage, row, column, count, source[k])
-    for k in range(GATES):
-        prefetch_sources(ahead, k, k + 1)
-        if call.has_bias:
-            biased_sum_row(one, count, <row_t>source[k], <row_t>source[GATES + k], <row_t>(bias + k * call.hidden),
-                           <row_t>(bias + lane + k * call.hidden), <row_t>target[k])
-        else:
-            sum_row(one, count, <row_t>source[k], <row_t>source[GATES + k], <row_t>target[k])
-        prefetch_sources(ahead, GATES + k, GATES + k + 1)
-        if k == 2:
-            tanh_row(one, count, <row_t>target[k])
-        else:
-            valid &= sigmoid_row(one, count, <row_t>target[k])
-    prefetch_sources(ahead, 2 * GATES, FORWARD_SOURCES)
-    cell_row(one, count, <row_t>source[2 * GATES], <row_t>target[0], <row_t>target[1], <row_t>target[2],
-             <row_t>target[4])
-    valid &= hidden_row(one, count, <row_t>target[4], <row_t>target[3], <row_t>target[5])
+    if count == TILE:       # the common case has loops of constant length
+        valid = forward_span(one, kind, call, buffers, ahead, 0, <Py_ssize_t>TILE, source, bias, target)
+    elif count < lanes:
+        valid = forward_span(one, kind, call, buffers, ahead, 0, count, source, bias, target)
+    else:
+        valid = forward_span(one, kind, call, buffers, ahead, 0, count & -lanes, source, bias, target)
+        if count & (lanes - 1):
+            valid &= forward_span(one, kind, call, buffers, NULL, count - lanes, lanes, source, bias, target)
     if valid:
         return
     for k in range(GATES):
@@ -307,7 +385,8 @@ cdef void forward_item(const Call* call, Py_ssize_t item, char* block) noexcept 
     cdef ForwardBuffers buffers
     # Each row has 64 bytes before it, for what is carried over.
     buffers.pitch = pitch_of(call, width)
-    buffers.packed = block + 64
+    buffers.exponential = block + 64
+    buffers.packed = buffers.exponential + 2 * buffers.pitch * width
     buffers.blocks = buffers.packed + FORWARD_SOURCES * buffers.pitch * width
     buffers.stage = buffers.blocks + (FORWARD_SOURCES * BLOCK_ROWS * buffers.pitch * width if call.blocked else 0)
     buffers.halves = buffers.stage + FORWARD_TARGETS * buffers.pitch * width
@@ -330,7 +409,7 @@ cdef void plan_forward(Call* call) noexcept nogil:
     call.has_bias = has_bias
     call.pieces = (leaves_of(call) + (<Py_ssize_t>1 << call.piece_level) - 1) >> call.piece_level
     call.nodes_bytes = padded(2 * GATES * call.hidden * width) if has_bias else 0
-    call.thread_bytes = padded(64 + (1 + FORWARD_SOURCES + FORWARD_TARGETS) * pitch_of(call, width) * width
+    call.thread_bytes = padded(64 + (3 + FORWARD_SOURCES + FORWARD_TARGETS) * pitch_of(call, width) * width
                                + RUN_ROWS * FORWARD_TARGETS * sizeof(lstmcell_carry))
     if call.blocked:
         call.thread_bytes += padded(FORWARD_SOURCES * BLOCK_ROWS * pitch_of(call, width) * width)
