@@ -5,7 +5,6 @@ import os
 
 import numpy as np
 
-cimport cython
 cimport numpy as cnp
 from cpython.object cimport PyObject, PyTypeObject
 from cpython.pycapsule cimport PyCapsule_GetPointer

@@ -480,6 +480,24 @@ def test_transposed_inputs_and_outputs_past_the_cache(name, width):
     check_past_the_cache(name, width, "contiguous", 16, order="F")
 
 
+@pytest.mark.parametrize("name", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("rows", [31, 32, 33, 63, 64, 65, 96, 97, 160, 199])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_transposed_inputs_over_several_leaves(name, rows, threads):
+    """Inputs read in blocks of two leaves, in whole batches and in parts that begin with an odd leaf."""
+    inputs = make_inputs(rows, 137, np.dtype(name), seed=rows)
+    turned = Inputs(*map(np.asfortranarray, inputs))
+    expected = plain_call(inputs)
+    assert_same_bits(lstm_cell_backward(*turned, num_threads=threads), expected)
+    parts = []
+    for first, end in ((0, 32), (32, rows)):
+        if first < rows:
+            part = lstm_cell_backward_part(*(x[first:end] for x in turned), first_row=first, num_threads=threads)
+            np.testing.assert_array_equal(bits(part.grad_gates), bits(expected.grad_gates[first:end]))
+            parts += part.parts
+    np.testing.assert_array_equal(bits(combine_bias(parts, name)), bits(expected.grad_bias))
+
+
 def test_guards_see_a_stray_write():
     """The guard itself can fail."""
     guarded = Guarded((2, 3), np.float32, "every_other_column")
