@@ -210,8 +210,9 @@ cdef enum:
     ALIGNMENT = 64
     # Bytes that a call moves from which on outputs bypass the cache; measured, see benches/README.md.
     STREAMING_BYTES = 0x2000000     # 32 MiB; a product would stop Cython where its overflow checks are on
-    # Bytes from which on inputs come from memory, and are prefetched.
-    PREFETCH_BYTES = 0x2000000
+    # Bytes from which on inputs are prefetched: more than a core's second cache holds. What a training step reads was
+    # written many steps before.
+    PREFETCH_BYTES = 0x200000       # 2 MiB
     # Elements (N * H) below which a call takes less time than to let other Python threads run; NumPy has this number.
     KEEP_GIL = 500
 

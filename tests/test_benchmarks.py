@@ -255,11 +255,13 @@ def small(monkeypatch):
     for module in (common, quality):
         monkeypatch.setattr(module, "shape", shape)
     monkeypatch.setattr(quality.measure, "turn", lambda run, real=measure.turn: real(run, least_seconds=1e-6))
-    common._arrays.cache_clear()
-    calls.Layouts.inputs.cache_clear()
+    monkeypatch.setattr(calls.Sequence, "bytes", 1 << 16)
+    caches = common._arrays, calls.Layouts.inputs, calls.Sequence.steps
+    for cache in caches:
+        cache.cache_clear()
     yield
-    common._arrays.cache_clear()
-    calls.Layouts.inputs.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 def run_benchmark(kind, name, parameters):
@@ -322,6 +324,13 @@ def test_layouts_are_what_their_names_say(layout):
         "byte-swapped": not other.dtype.isnative,
     }
     assert found[layout]
+
+
+def test_a_sequence_has_arrays_of_its_own(small):
+    steps = calls.Sequence.steps("64x512")
+    used = [array for inputs, out in steps for array in (*inputs, *out)]
+    assert sum(array.nbytes for array in used) >= calls.Sequence.bytes
+    assert len({array.ctypes.data for array in used}) == len(used)
 
 
 def test_outputs_are_what_their_names_say(small):

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 
 import numpy as np
 
@@ -109,6 +110,33 @@ class Layouts:
 
     def time_backward(self, size, layout):
         self.call()
+
+
+class Sequence:
+    """A sequence of calls on arrays of their own, as in training: none finds its inputs in the second cache."""
+
+    params = (("64x512", "256x1024"), THREADS)
+    param_names = ("size", "threads")
+    rounds = 1
+    repeat = (3, 10, 0.5)
+    bytes = 64 * 1024 * 1024  # of all arrays together
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1)
+    def steps(size):
+        """Make the inputs and outputs of all calls."""
+        inputs, out = arrays(size)
+        steps = math.ceil(Sequence.bytes / sum(array.nbytes for array in (*inputs, *out)))
+        return [
+            ([array.copy() for array in inputs], tuple(np.empty_like(array) for array in out)) for _ in range(steps)
+        ]
+
+    def setup(self, size, threads):
+        self.calls = self.steps(size)
+
+    def time_backward(self, size, threads):
+        for inputs, out in self.calls:
+            lstm_cell_backward(*inputs, out=out, num_threads=threads)
 
 
 class SpecialValues:
