@@ -1109,29 +1109,36 @@ cdef void merge_nodes(bint pairs, Py_ssize_t count,
 
 cdef void round_bias(Storage storage, Py_ssize_t count, const double* root,                                  # IN
                      char* bias, Py_ssize_t stride) noexcept nogil:                                          # OUT
-    """Rounds the root of the tree once, to the output's type."""
-    cdef Py_ssize_t j
+    """Rounds the root of the tree once, to the output's type, so many elements at a time."""
+    cdef float rounded[64]
+    cdef uint16_t halves[64]
+    cdef char* source = <char*>rounded if storage == STORAGE_FLOAT32 else <char*>halves
+    cdef Py_ssize_t size = 4 if storage == STORAGE_FLOAT32 else 2
+    cdef Py_ssize_t first, some, j
     cdef double total
-    cdef float single
-    cdef uint16_t half
-    if storage == STORAGE_FLOAT32 and stride == sizeof(float):
+    if storage == STORAGE_FLOAT64:
         for j in range(count):
-            (<f32_row>bias)[j] = <float>root[j]
-        return
-    for j in range(count):
-        total = root[j]
-        if storage == STORAGE_FLOAT64:
             # Where the sum is Inf the pair's low part is NaN: what was cut off has no value then.
-            if total - total == 0:
-                total = total + root[count + j]
+            total = root[j] + root[count + j] if root[j] - root[j] == 0 else root[j]
             memcpy(bias + j * stride, &total, 8)
-        elif storage == STORAGE_FLOAT32:
-            single = <float>total
-            memcpy(bias + j * stride, &single, 4)
+        return
+    for first from 0 <= first < count by 64:
+        some = min(count - first, <Py_ssize_t>64)
+        if storage == STORAGE_FLOAT32:
+            for j in range(some):
+                rounded[j] = <float>root[first + j]
         else:
-            single = f64_to_f32_odd(total)
-            half = f32_to_f16(single) if storage == STORAGE_FLOAT16 else f32_to_bf16(single)
-            memcpy(bias + j * stride, &half, 2)
+            for j in range(some):
+                rounded[j] = f64_to_f32_odd(root[first + j])
+            if storage == STORAGE_FLOAT16:
+                f32_row_to_f16(rounded, source, some)
+            else:
+                f32_row_to_bf16(rounded, source, some)
+        if stride == size:
+            memcpy(bias + first * size, source, some * size)
+        else:
+            for j in range(some):
+                memcpy(bias + (first + j) * stride, source + j * size, size)
 
 
 cdef void run_items(const Call* call, void (*compute)(const Call*, Py_ssize_t, char*) noexcept nogil) noexcept nogil:

@@ -114,7 +114,29 @@ static inline void bf16_row_to_f32(const char *source, float *restrict target, P
 }
 
 static inline void f32_row_to_bf16(const float *restrict source, char *target, Py_ssize_t count) {
-    for (Py_ssize_t j = 0; j < count; j++) {
+    Py_ssize_t j = 0;
+#ifdef __AVX512BW__
+    /* f32_to_bf16 in half the instructions: where the last bit that stays is 1, a half is added, else a half less one;
+     * what stays of two vectors are their odd 16-bit words. */
+    static const uint16_t odd_words[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                           33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+    for (; j + 32 <= count; j += 32) {
+        __m512i part[2];
+        for (int k = 0; k < 2; k++) {
+            const __m512 x = _mm512_loadu_ps(source + j + 16 * k);
+            const __m512i u = _mm512_castps_si512(x);
+            const __mmask16 odd = _mm512_test_epi32_mask(u, _mm512_set1_epi32(0x10000));
+            const __m512i sign = _mm512_and_epi32(u, _mm512_set1_epi32((int)0x80000000u));
+            __m512i r = _mm512_add_epi32(u, _mm512_set1_epi32(0x7fff));
+            r = _mm512_mask_add_epi32(r, odd, u, _mm512_set1_epi32(0x8000));
+            part[k] = _mm512_mask_or_epi32(r, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), sign,
+                                           _mm512_set1_epi32(0x7fc00000));
+        }
+        _mm512_storeu_si512(target + 2 * j,
+                            _mm512_permutex2var_epi16(part[0], _mm512_loadu_si512(odd_words), part[1]));
+    }
+#endif
+    for (; j < count; j++) {
         const uint16_t h = f32_to_bf16(source[j]);
         memcpy(target + 2 * j, &h, sizeof h);
     }
@@ -123,14 +145,10 @@ static inline void f32_row_to_bf16(const float *restrict source, char *target, P
 /* double to float, to odd: the last bit records that something was cut off, so that a second rounding to a half
  * type has the result of a single one. */
 static inline float f64_to_f32_odd(double x) {
-    float y = (float)x;
-    if (!isfinite(x) || (double)y == x) return y;
-    uint32_t u = bits_f32(y);
-    if (!(u & 1u)) {
-        const int too_large = fabs((double)y) > fabs(x);
-        u = (y == 0.0f) ? (u | 1u) : too_large ? u - 1u : u + 1u;
-    }
-    return f32_bits(u);
+    const float y = (float)x;
+    const uint32_t inexact = ((double)y < x) | ((double)y > x);     /* not for NaN */
+    const uint32_t too_large = fabs((double)y) > fabs(x);
+    return f32_bits((bits_f32(y) - (inexact & too_large)) | inexact);
 }
 
 /* ---- transposed blocks ------------------------------------------------------------------------------------------ */
