@@ -110,7 +110,14 @@ static inline void f32_row_to_f16(const float *restrict source, char *target, Py
 }
 
 static inline void bf16_row_to_f32(const char *source, float *restrict target, Py_ssize_t count) {
-    for (Py_ssize_t j = 0; j < count; j++) target[j] = bf16_to_f32(load16(source + 2 * j, 0));
+    Py_ssize_t j = 0;
+#ifdef __AVX512F__
+#pragma GCC unroll 8
+    for (; j + 16 <= count; j += 16)
+        _mm512_storeu_si512(target + j, _mm512_slli_epi32(
+            _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(source + 2 * j))), 16));
+#endif
+    for (; j < count; j++) target[j] = bf16_to_f32(load16(source + 2 * j, 0));
 }
 
 static inline void f32_row_to_bf16(const float *restrict source, char *target, Py_ssize_t count) {
