@@ -440,15 +440,14 @@ cdef inline bint has_low_gradients(real_t one, Py_ssize_t count,
     cdef uint32_t a, narrow = 0xffffffffu
     cdef uint64_t b, wide = 0xffffffffffffffffu
     for j in range(count):
-        # Below a power of two are both if their union is; less one, 0 is not. Few instruction sets have a minimum of
-        # 64-bit integers, so there it is found from the two highest bits, which must be 0.
+        # Below a power of two are both if their union is; less one, 0 is not. That is, if the two highest bits are 0.
         if real_t is float:
-            a = ((bits_f32(<real_t>grad_hy[j]) | bits_f32(<real_t>grad_cy[j])) & 0x7fffffffu) - 1u
-            narrow = a if a < narrow else narrow
+            a = ((bits_f32(<real_t>grad_hy[j]) | bits_f32(<real_t>grad_cy[j])) << 1) - 1u
+            narrow &= a | (a << 1)
         else:
             b = ((bits_f64(<real_t>grad_hy[j]) | bits_f64(<real_t>grad_cy[j])) << 1) - 1u
             wide &= b | (b << 1)
-    return (narrow < (F32_LOW >> 1) - 1u) if real_t is float else (wide >> 63 == 0)
+    return (narrow >> 31 == 0) if real_t is float else (wide >> 63 == 0)
 
 
 cdef void lift_row(real_t one, Py_ssize_t count,
