@@ -312,6 +312,7 @@ cdef int describe(Call* call, Arguments arguments, object grad_gates, object gra
     set_plane(&call.source[1], arguments.grad_cy, 0, storage, call.hidden)
     set_plane(&call.source[2], arguments.cx, 0, storage, call.hidden)
     set_plane(&call.source[3], arguments.cy, 0, storage, call.hidden)
+    call.source[SOURCES].data = NULL    # the forward pass has one more
     for k in range(GATES):
         set_plane(&call.source[4 + k], arguments.gates, k, storage, call.hidden)
         set_plane(&call.target[k], grad_gates, k, storage, call.hidden)
