@@ -224,6 +224,7 @@ def main() -> int:
                 results["versions"] |= versions
                 results["missing"] |= missing
                 results["rows"].append({"size": size, "threads": threads, "contenders": row})
+                results["rows"].sort(key=lambda row: (row["threads"], [*data.SIZES, row["size"]].index(row["size"])))
                 file.parent.mkdir(exist_ok=True)
                 file.write_text(json.dumps(results, indent=1) + "\n")
                 report(size, threads, row)
