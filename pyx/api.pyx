@@ -213,7 +213,8 @@ cdef enum:
     # Bytes from which on inputs are prefetched: more than a core's second cache holds. What a training step reads was
     # written many steps before.
     PREFETCH_BYTES = 0x200000       # 2 MiB
-    # Elements (N * H) below which a call takes less time than to let other Python threads run; NumPy has this number.
+    # Elements (N * H) below which other Python threads wait, because letting them run is a part of so short a call that
+    # counts; NumPy's functions have this number.
     KEEP_GIL = 500
 
 
@@ -312,7 +313,6 @@ cdef int describe(Call* call, Arguments arguments, object grad_gates, object gra
     set_plane(&call.source[1], arguments.grad_cy, 0, storage, call.hidden)
     set_plane(&call.source[2], arguments.cx, 0, storage, call.hidden)
     set_plane(&call.source[3], arguments.cy, 0, storage, call.hidden)
-    call.source[SOURCES].data = NULL    # the forward pass has one more
     for k in range(GATES):
         set_plane(&call.source[4 + k], arguments.gates, k, storage, call.hidden)
         set_plane(&call.target[k], grad_gates, k, storage, call.hidden)

@@ -591,5 +591,5 @@ cdef Py_ssize_t thread_count(object num_threads) except -1:
             raise wrong_type("num_threads", "an integer of at least 1, or None", num_threads) from None
     number = PyLong_AsLongAndOverflow(index, &overflow)
     if overflow < 0 or (overflow == 0 and number < 1):
-        raise wrong_value("num_threads", "an integer of at least 1, or None", index)
+        raise wrong_value("num_threads", "an integer of at least 1, or None", num_threads)
     return MOST_THREADS if overflow > 0 else min(number, <long>MOST_THREADS)

@@ -642,6 +642,10 @@ cdef inline Py_ssize_t pitch_of(const Call* call, Py_ssize_t width) noexcept nog
     return call.tile + 4 * 64 // width
 
 
+cdef inline Py_ssize_t sources_of(const Call* call) noexcept nogil:
+    return FORWARD_SOURCES if call.forward else SOURCES
+
+
 cdef inline Py_ssize_t sums_doubles(const Call* call) noexcept nogil:
     """float64 numbers in the wide sums of one strip."""
     return (2 if call.storage == STORAGE_FLOAT64 else 1) * GATES * call.strip
@@ -674,7 +678,7 @@ cdef inline Ahead ahead_of(const Call* call, Py_ssize_t row, Py_ssize_t column, 
     if call.prefetch and row < call.batch:
         ahead.rows = call.batch - row
         ahead.bytes = min(columns - column, call.tile) * call.item_bytes
-        for k in range(FORWARD_SOURCES):
+        for k in range(sources_of(call)):
             plane = &call.source[k]
             ahead.data[k] = NULL
             if plane.data != NULL:
@@ -687,7 +691,7 @@ cdef inline void next_row(const Call* call,
     cdef Py_ssize_t k
     if ahead.rows > 0:
         ahead.rows -= 1
-        for k in range(FORWARD_SOURCES):
+        for k in range(sources_of(call)):
             if ahead.data[k] != NULL:
                 ahead.data[k] += call.source[k].row_stride
 
@@ -774,11 +778,11 @@ cdef inline lstmcell_carry* next_carry(const Call* call, const Buffers* buffers,
 
 cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* buffers, Ahead* ahead,
                        Py_ssize_t first_row, Py_ssize_t rows, Py_ssize_t column, Py_ssize_t count,
-                       Py_ssize_t lead, bint first, bint last,                                               # IN
+                       Py_ssize_t lead, bint last,                                                           # IN
                        double* sums) noexcept nogil:                                                         # INOUT
     """A run of rows by `count` columns; adds its gate gradients to the leaf's wide sums from this column on.
 
-    The `first` run of a leaf finds no sums. The `last` tile of a row has no other behind it.
+    The first run of a leaf finds no sums. The `last` tile of a row has no other behind it.
 
     `lead` columns in, arrays begin on a 64-byte line; buffers are made to do so, too.
     """
@@ -846,7 +850,7 @@ cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* 
             source[k] = <real_t*>(<char*>source[k] + step[k])
         next_row(call, ahead)
     for k in range(GATES if call.has_bias else 0):
-        if first:
+        if first_row % LEAF_ROWS == 0:
             for r in range(2 if call.storage == STORAGE_FLOAT64 else 1):
                 memset(sums + (r * GATES + k) * call.strip, 0, count * sizeof(double))
         if lead > 0:
@@ -916,7 +920,7 @@ cdef inline Py_ssize_t lead_of(const Call* call, Py_ssize_t first_column, Py_ssi
 cdef void compute_leaves(real_t one, row_t kind, const Call* call, const Buffers* buffers, Py_ssize_t first_row,
                          Py_ssize_t end_row, Py_ssize_t first_column, Py_ssize_t columns, Py_ssize_t lead,   # IN
                          double* sums) noexcept nogil:                                                       # OUT
-    """One strip of one leaf, run by run; or where inputs are read in blocks, of BLOCK_LEAVES, tile by tile."""
+    """One strip of one leaf, run by run; or where inputs are read in blocks, of up to BLOCK_ROWS, tile by tile."""
     cdef Py_ssize_t block_columns = call.tile if call.blocked else columns
     cdef Py_ssize_t block = 0
     cdef Py_ssize_t row, column, count, k
@@ -945,7 +949,7 @@ cdef void compute_leaves(real_t one, row_t kind, const Call* call, const Buffers
                 compute_tile(one, kind, call, buffers, &ahead, row, min(<Py_ssize_t>RUN_ROWS, end_row - row),
                              first_column + column, count,
                              lead if column == 0 and call.storage < STORAGE_FLOAT16 else 0,
-                             row % LEAF_ROWS == 0, column + count == block + block_columns, leaf_sums + column)
+                             column + count == block + block_columns, leaf_sums + column)
                 column += count
             row += RUN_ROWS
         block += block_columns
@@ -971,7 +975,8 @@ cdef void compute_piece(real_t one, row_t kind, const Call* call, Buffers* buffe
     cdef bint pairs = call.storage == STORAGE_FLOAT64
     cdef Py_ssize_t lead = lead_of(call, first_column, columns)
     cdef double* base = <double*>buffers.sums + (-lead & 7)     # so that they, too, are on a line at the lead
-    cdef Py_ssize_t leaves = min(<Py_ssize_t>1 << piece.level, <Py_ssize_t>BLOCK_LEAVES) if call.blocked else 1
+    cdef Py_ssize_t at_once = BLOCK_ROWS // LEAF_ROWS if call.blocked else 1
+    cdef Py_ssize_t leaves = min(<Py_ssize_t>1 << piece.level, at_once)
     cdef Py_ssize_t first = (piece.first_leaf - call.first_leaf) * LEAF_ROWS
     cdef Py_ssize_t depth = 0
     cdef Py_ssize_t group, row, k, merged
@@ -983,7 +988,8 @@ cdef void compute_piece(real_t one, row_t kind, const Call* call, Buffers* buffe
                        columns, lead, base + depth * size)
         if not call.has_bias:
             continue
-        # Every leaf completes as many nodes as its number, counted from 1, has factors 2.
+        # Every leaf completes as many nodes as its number, counted from 1, has factors 2. The sums of more than two leaves
+        # at a time would lie elsewhere than their merging expects them.
         for k in range(group * leaves, (group + 1) * leaves):
             depth += 1
             merged = k

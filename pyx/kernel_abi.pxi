@@ -14,8 +14,7 @@ cdef enum:
     # How the work is cut has no influence on results.
     TILE = 128         # columns of one tile: all of it stays in the first cache until it is done
     LEAD_PAYS = 512    # columns from which on it pays to begin vectors on a 64-byte line
-    BLOCK_LEAVES = 2   # leaves read at a time from inputs whose columns are contiguous; 2 are merged as soon as done
-    BLOCK_ROWS = 64    # rows of so many leaves
+    BLOCK_ROWS = 64    # rows read at a time from inputs whose columns are contiguous: one leaf or two
     BLOCK_COLUMNS = 4  # columns read at a time there
     AHEAD_COLUMNS = 16 # how far ahead those are prefetched
     LEAST_STRIP = 64   # columns of one strip, the unit that threads share when rows are few
