@@ -988,8 +988,8 @@ cdef void compute_piece(real_t one, row_t kind, const Call* call, Buffers* buffe
                        columns, lead, base + depth * size)
         if not call.has_bias:
             continue
-        # Every leaf completes as many nodes as its number, counted from 1, has factors 2. The sums of more than two leaves
-        # at a time would lie elsewhere than their merging expects them.
+        # Every leaf completes as many nodes as its number, counted from 1, has factors 2. (The sums of more than two
+        # leaves at a time would not lie where merging expects them.)
         for k in range(group * leaves, (group + 1) * leaves):
             depth += 1
             merged = k
