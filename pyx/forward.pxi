@@ -249,24 +249,21 @@ cdef inline bint forward_span(real_t one, row_t kind, const Call* call, const Fo
     cdef bint valid = True
     cdef Py_ssize_t k
     for k in range(GATES):
-        if ahead != NULL:
-            prefetch_sources(ahead, k, k + 1)
+        prefetch_sources(ahead, k, k + 1)
         if call.has_bias:
             biased_sum_row(one, count, <row_t>source[k] + first, <row_t>source[GATES + k] + first,
                            <row_t>(bias + k * call.hidden) + first, <row_t>(bias + lane + k * call.hidden) + first,
                            <row_t>target[k] + first)
         else:
             sum_row(one, count, <row_t>source[k] + first, <row_t>source[GATES + k] + first, <row_t>target[k] + first)
-        if ahead != NULL:
-            prefetch_sources(ahead, GATES + k, GATES + k + 1)
+        prefetch_sources(ahead, GATES + k, GATES + k + 1)
         if k == 2:
             split_tanh_row(one, count, <row_t>target[k] + first, r, scale)
             joined_tanh_row(one, count, r, scale, <row_t>target[k] + first)
         else:
             valid &= split_sigmoid_row(one, count, <row_t>target[k] + first, r, scale)
             joined_sigmoid_row(one, count, r, scale, <row_t>target[k] + first)
-    if ahead != NULL:
-        prefetch_sources(ahead, 2 * GATES, FORWARD_SOURCES)
+    prefetch_sources(ahead, 2 * GATES, FORWARD_SOURCES)
     cell_row(one, count, <row_t>source[2 * GATES] + first, <row_t>target[0] + first, <row_t>target[1] + first,
              <row_t>target[2] + first, <row_t>target[4] + first)
     split_tanh_row(one, count, <row_t>target[4] + first, r, scale)

@@ -652,9 +652,9 @@ cdef inline Py_ssize_t sums_doubles(const Call* call) noexcept nogil:
 
 
 cdef inline void prefetch_sources(const Ahead* ahead, int first, int end) noexcept nogil:
-    """Asks for some of the inputs of a later tile, so that they come from memory while this one is computed."""
+    """Asks for some of the inputs of a later tile, if there is one, so that they come while this one is computed."""
     cdef int k
-    if ahead.rows > 0:
+    if ahead != NULL and ahead.rows > 0:
         for k in range(first, end):
             if ahead.data[k] == NULL:
                 continue
@@ -702,18 +702,14 @@ cdef inline bint fast_span(real_t one, row_t kind, const Buffers* buffers, const
     cdef row_t p = <row_t>buffers.exponential + first
     cdef row_t scale = <row_t>buffers.exponential + buffers.pitch + first
     cdef bint valid
-    if ahead != NULL:
-        prefetch_sources(ahead, 0, 2)
+    prefetch_sources(ahead, 0, 2)
     split_row(one, count, <row_t>source[3] + first, p, scale)
-    if ahead != NULL:
-        prefetch_sources(ahead, 2, 4)
+    prefetch_sources(ahead, 2, 4)
     exponential_row(one, count, p)
-    if ahead != NULL:
-        prefetch_sources(ahead, 4, 6)
+    prefetch_sources(ahead, 4, 6)
     state_row(one, count, <row_t>source[0] + first, <row_t>source[1] + first, <row_t>source[3] + first,
               <row_t>source[7] + first, scale, p, <row_t>target[3] + first)
-    if ahead != NULL:
-        prefetch_sources(ahead, 6, 8)
+    prefetch_sources(ahead, 6, 8)
     valid = input_row(one, count, p, <row_t>source[4] + first, <row_t>source[6] + first, <row_t>target[0] + first,
                       <row_t>target[2] + first)
     valid &= forget_row(one, count, p, <row_t>source[2] + first, <row_t>source[5] + first, <row_t>target[1] + first,
