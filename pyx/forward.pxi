@@ -48,17 +48,17 @@ cdef inline void split_sigmoid(real_t a, real_t one, real_t* r, real_t* scale) n
     if real_t is float:
         shifted = x * F32_LOG2E + magic(one)
         n = shifted - magic(one)
-        r[0] = (n * F32_LN2_HI - x) + n * F32_LN2_LO
+        r[0] = plus_exact_product(-x, n, F32_LN2_HI) + n * F32_LN2_LO
     else:
         shifted = x * F64_LOG2E + magic(one)
         n = shifted - magic(one)
-        r[0] = (n * F64_LN2_HI - x) + n * F64_LN2_LO
+        r[0] = plus_exact_product(-x, n, F64_LN2_HI) + n * F64_LN2_LO
     scale[0] = power_of_two(shifted)
 
 
 cdef inline real_t joined_sigmoid(real_t p, real_t scale, real_t one) noexcept nogil:
     """1 / (1 + scale * (1 + p)), which keeps its digits at both ends."""
-    return one / (one + (scale + scale * p))
+    return one / (one + plus_exact_product(scale, scale, p))
 
 
 cdef inline real_t sigmoid_of(real_t a, real_t one) noexcept nogil:
@@ -88,7 +88,7 @@ cdef inline void split_tanh(real_t x, real_t one, real_t* r, real_t* scale) noex
 cdef inline real_t joined_tanh(real_t x, real_t p, real_t scale, real_t one) noexcept nogil:
     """tanh(x), from exp(-2|x|) = scale * (1 + p)."""
     cdef real_t t, unused
-    tanh_pair(x, p, scale, one, True, &t, &unused)
+    tanh_pair(x, p, scale, one, False, &t, &unused)
     return t
 
 
@@ -326,8 +326,9 @@ cdef void forward_tile(real_t one, row_t kind, const Call* call, const ForwardBu
                 target[k] = <real_t*>buffers.stage + k * buffers.pitch
             else:
                 target[k] = <real_t*>(plane.data + (first_row + r) * plane.row_stride + column * plane.column_stride)
-        forward_row(one, kind, call, buffers, &ahead, first_row + r, column, count, target)
-        next_row(call, &ahead)
+        forward_row(one, kind, call, buffers, &ahead if ahead.rows > 0 else NULL, first_row + r, column, count, target)
+        if ahead.rows > 0:
+            next_row(call, &ahead)
         if call.staged:
             for k in range(FORWARD_TARGETS):
                 unpack_row(one, &call.target[k], call.storage, first_row + r, column, count, call.streaming, False,

@@ -13,12 +13,14 @@
 # a) One pass. A *tile* is a run of at most RUN_ROWS rows by TILE columns, give or take a line. Its inputs are read
 #    once, where they lie or packed into the first cache; its results leave once, directly or from a stage; its gate
 #    gradients are summed over the run while they are still there.
-# b) Same bits everywhere. Every multiplication and addition rounds on its own (no contraction, no fma), columns
-#    never mix, and the bias order is fixed by the row index alone: runs of RUN_ROWS rows one after another in the
-#    arithmetic type, run sums one after another in a wider type within a leaf of LEAF_ROWS rows, and a binary tree
-#    in that wider type above the leaves. Threads, column strips and tiles only decide who computes which part of it.
-# c) Inf, NaN and |cy| past the range of the plain exponential are rare, so the loops that vectorise best do not treat
-#    them: they turn them into results that are not finite, and a row with such a result is computed again with care.
+# b) Same bits everywhere. Every multiplication and addition rounds on its own (no contraction; fma only where the
+#    product is exact, so that its rounding changes nothing), columns never mix, and the bias order is fixed by the row
+#    index alone: runs of RUN_ROWS rows one after another in the arithmetic type, run sums one after another in a wider
+#    type within a leaf of LEAF_ROWS rows, and a binary tree in that wider type above the leaves. Threads, column strips
+#    and tiles only decide who computes which part of it.
+# c) Inf, NaN, |cy| past the range of the plain exponential and the gradients of note d) are rare, so the loops that
+#    vectorise best do not treat them. The first loop finds the latter two, and the last ones find results that are not
+#    finite; a row with any of them is computed with care.
 #    (total and with it d_i takes grad_hy, o, cy and grad_cy as a factor or a term, d_i also i and g, d_f also cx and
 #    f; Inf and NaN survive multiplication and addition. An Inf from overflow only costs the second look.)
 # d) Many processors take hundreds of cycles for a multiplication that meets a number below the normal ones, which is
@@ -57,6 +59,10 @@ cdef extern from "simd.h" nogil:
     void bf16_row_to_f32(const char* source, float* target, Py_ssize_t count)
     void f32_row_to_bf16(const float* source, char* target, Py_ssize_t count)
     float f64_to_f32_odd(double x)
+    float plus_exact_product_f32(float c, float a, float b)
+    double plus_exact_product_f64(double c, double a, double b)
+    float minus_exact_product_f32(float c, float a, float b)
+    double minus_exact_product_f64(double c, double a, double b)
     void transpose_f32(const char* source, Py_ssize_t stride, Py_ssize_t rows, Py_ssize_t columns, float* target,
                        Py_ssize_t pitch)
     void transpose_f64(const char* source, Py_ssize_t stride, Py_ssize_t rows, Py_ssize_t columns, double* target,
@@ -109,11 +115,13 @@ ctypedef fused row_t:
     f64_row
 
 
-# The largest |cy| of the fast rows, 43.5 and 354, as bits shifted left by one (so that the sign is gone).
+# The largest |cy| of the fast rows, 37 and 320, as bits. Up to there the products of `tanh_pair` are exact. Checked for
+# every number of float32 (tools/derive_tanh.py --exact). In float64 the sum that makes r has no bit below 2^-95, so
+# that p is 0 or at least 2^-96 and has none below 2^-149; and scale is at least 2^-924.
 cdef extern from *:
     """
-    #define FAST_LIMIT_F32 (0x422e0000u << 1)
-    #define FAST_LIMIT_F64 (0x4076200000000000u << 1)
+    #define FAST_LIMIT_F32 0x42140000u
+    #define FAST_LIMIT_F64 0x4074000000000000u
     """
     const uint32_t FAST_LIMIT_F32
     const uint64_t FAST_LIMIT_F64
@@ -141,6 +149,24 @@ cdef inline real_t with_sign(real_t magnitude, real_t sign) noexcept nogil:
         return f64_bits((bits_f64(magnitude) & 0x7fffffffffffffffu) | (bits_f64(sign) & 0x8000000000000000u))
 
 
+cdef inline real_t signed_like(real_t magnitude, real_t sign) noexcept nogil:
+    """As `with_sign`, for a magnitude that has no sign of its own."""
+    if real_t is float:
+        return f32_bits(bits_f32(magnitude) | (bits_f32(sign) & 0x80000000u))
+    else:
+        return f64_bits(bits_f64(magnitude) | (bits_f64(sign) & 0x8000000000000000u))
+
+
+cdef inline real_t plus_exact_product(real_t c, real_t a, real_t b) noexcept nogil:
+    """c + a * b, where a * b is exact or too small to matter, so that it is the same with fma and without."""
+    return plus_exact_product_f32(c, a, b) if real_t is float else plus_exact_product_f64(c, a, b)
+
+
+cdef inline real_t minus_exact_product(real_t c, real_t a, real_t b) noexcept nogil:
+    """c - a * b, likewise."""
+    return minus_exact_product_f32(c, a, b) if real_t is float else minus_exact_product_f64(c, a, b)
+
+
 cdef inline void split_exponential(real_t cy, real_t one, bint careful,
                                    real_t* r, real_t* scale, real_t* s_last) noexcept nogil:
     """E = exp(-2|cy|) as scale * exp(r) with scale = 2^-n and |r| <= ln(2) / 2.
@@ -150,7 +176,7 @@ cdef inline void split_exponential(real_t cy, real_t one, bint careful,
     Otherwise: |cy| up to 43.5 (354 in float64), where s_last is 1; above, the results mean nothing.
     """
     cdef real_t x = with_sign(cy, one) + with_sign(cy, one)
-    cdef real_t limit, last_exponent, n, below
+    cdef real_t limit, last_exponent, shifted, n, below
     if real_t is float:
         limit = <real_t>200
         last_exponent = <real_t>126
@@ -160,16 +186,18 @@ cdef inline void split_exponential(real_t cy, real_t one, bint careful,
     if careful:
         x = limit if x > limit else x
     if real_t is float:
-        n = (x * F32_LOG2E + magic(one)) - magic(one)
-        r[0] = (n * F32_LN2_HI - x) + n * F32_LN2_LO
+        shifted = x * F32_LOG2E + magic(one)
+        n = shifted - magic(one)
+        r[0] = plus_exact_product(-x, n, F32_LN2_HI) + n * F32_LN2_LO
     else:
-        n = (x * F64_LOG2E + magic(one)) - magic(one)
-        r[0] = (n * F64_LN2_HI - x) + n * F64_LN2_LO
+        shifted = x * F64_LOG2E + magic(one)
+        n = shifted - magic(one)
+        r[0] = plus_exact_product(-x, n, F64_LN2_HI) + n * F64_LN2_LO
     if careful:
         below = n - (last_exponent if n > last_exponent else n)
-        n = last_exponent if n > last_exponent else n
+        shifted = (last_exponent if n > last_exponent else n) + magic(one)
         s_last[0] = power_of_two((last_exponent + one if below > last_exponent else below) + magic(one))
-    scale[0] = power_of_two(n + magic(one))
+    scale[0] = power_of_two(shifted)
 
 
 cdef inline real_t exponential_minus_one(real_t r) noexcept nogil:
@@ -200,20 +228,13 @@ cdef inline void tanh_pair(real_t cy, real_t p, real_t scale, real_t one, bint c
                            real_t* t, real_t* s) noexcept nogil:
     """tanh(cy) and 1 - tanh(cy)^2, neither by cancellation, from E = scale * (1 + p) = exp(-2|cy|).
 
-    tanh|cy| = (1 - E) / (1 + E), where E - 1 = scale * p + (scale - 1) keeps all its digits near 0, and
-    1 - tanh^2 = 4E / (1 + E)^2. Unless careful, both are NaN for |cy| above 43.5 (354 in float64) and for NaN.
+    tanh|cy| = (1 - E) / (1 + E), where 1 - E = (1 - scale) - scale * p keeps all its digits near 0, and
+    1 - tanh^2 = 4E / (1 + E)^2. Unless careful, for |cy| up to 37 (320 in float64) or if only t is wanted.
     """
-    cdef real_t rest = scale * p
-    cdef real_t e = scale + rest
-    cdef real_t d = one + e
-    cdef real_t q
-    if not careful:
-        if real_t is float:
-            d = d if with_sign(cy, one) <= f32_bits(FAST_LIMIT_F32 >> 1) else f32_bits(0x7fc00000u)
-        else:
-            d = d if with_sign(cy, one) <= f64_bits(FAST_LIMIT_F64 >> 1) else f64_bits(0x7ff8000000000000u)
-    q = one / d
-    t[0] = with_sign((rest + (scale - one)) * q, cy)
+    cdef real_t e = scale + scale * p if careful else plus_exact_product(scale, scale, p)
+    cdef real_t q = one / (one + e)
+    # Where this product is not exact, it disappears beside 1.
+    t[0] = signed_like(minus_exact_product(one - scale, scale, p) * q, cy)
     s[0] = ((<real_t>4 * e) * q) * q
 
 
@@ -271,6 +292,18 @@ cdef inline bint is_low(real_t x) noexcept nogil:
     return bits_f32(x) << 1 < F32_LOW if real_t is float else bits_f64(x) << 1 < F64_LOW
 
 
+cdef inline uint32_t high_f32(float x, float y) noexcept nogil:
+    """A number whose sign bit is 0 if both are low, and not both 0."""
+    # Below a power of two are both if their union is; less one, 0 is not. That is, if the two highest bits are 0.
+    cdef uint32_t both = ((bits_f32(x) | bits_f32(y)) << 1) - 1u
+    return both | (both << 1)
+
+
+cdef inline uint64_t high_f64(double x, double y) noexcept nogil:
+    cdef uint64_t both = ((bits_f64(x) | bits_f64(y)) << 1) - 1u
+    return both | (both << 1)
+
+
 cdef inline bint is_moderate(real_t x) noexcept nogil:
     """Whether |x| < 2^20; Inf and NaN are not."""
     return bits_f32(x) << 1 < F32_MODERATE if real_t is float else bits_f64(x) << 1 < F64_MODERATE
@@ -316,15 +349,26 @@ cdef inline real_t settled(real_t y) noexcept nogil:
 # more elements are under way at once. And arrays tend to lie at equal offsets within a page, where all their rows
 # compete for the same few places of the first cache: no loop here touches more than five of them.
 
-cdef inline void split_row(real_t one, Py_ssize_t count,
-                    row_t cy,                                                                                # IN
-                    row_t r, row_t scale) noexcept nogil:                                                    # OUT
+cdef inline bint split_row(real_t one, Py_ssize_t count,
+                           row_t grad_hy, row_t grad_cy, row_t cy,                                           # IN
+                           row_t r, row_t scale) noexcept nogil:                                             # OUT
+    """The exponential of cy; whether the other loops may go on: no |cy| too large or NaN, no low gradients."""
     cdef Py_ssize_t j
     cdef real_t a, b, unused
+    cdef uint32_t narrow = 0
+    cdef uint64_t wide = 0
     for j in range(count):
         split_exponential(<real_t>cy[j], one, False, &a, &b, &unused)
         r[j] = a
         scale[j] = b
+        # Either sign bit tells.
+        if real_t is float:
+            narrow |= ~high_f32(<real_t>grad_hy[j], <real_t>grad_cy[j])
+            narrow |= FAST_LIMIT_F32 - (bits_f32(<real_t>cy[j]) & 0x7fffffffu)
+        else:
+            wide |= ~high_f64(<real_t>grad_hy[j], <real_t>grad_cy[j])
+            wide |= FAST_LIMIT_F64 - (bits_f64(<real_t>cy[j]) & 0x7fffffffffffffffu)
+    return (narrow >> 31 == 0) if real_t is float else (wide >> 63 == 0)
 
 
 cdef inline void exponential_row(real_t one, Py_ssize_t count,
@@ -409,10 +453,10 @@ cdef bint has_large_cell(real_t one, Py_ssize_t count, row_t cy) noexcept nogil:
     cdef uint64_t wide = 0
     for j in range(count):
         if real_t is float:
-            narrow |= <uint32_t>(bits_f32(<real_t>cy[j]) << 1 > FAST_LIMIT_F32) & <uint32_t>(
+            narrow |= <uint32_t>(bits_f32(<real_t>cy[j]) << 1 > FAST_LIMIT_F32 << 1) & <uint32_t>(
                 bits_f32(<real_t>cy[j]) << 1 < 0xff000000u)
         else:
-            wide |= <uint64_t>(bits_f64(<real_t>cy[j]) << 1 > FAST_LIMIT_F64) & <uint64_t>(
+            wide |= <uint64_t>(bits_f64(<real_t>cy[j]) << 1 > FAST_LIMIT_F64 << 1) & <uint64_t>(
                 bits_f64(<real_t>cy[j]) << 1 < 0xffe0000000000000u)
     return (narrow != 0) if real_t is float else (wide != 0)
 
@@ -433,20 +477,17 @@ cdef void poison_row(real_t one, Py_ssize_t count,
         grad_cx[j] = grad_cx[j] + (in_total + poison(<real_t>f[j]))
 
 
-cdef inline bint has_low_gradients(real_t one, Py_ssize_t count,
-                                   row_t grad_hy, row_t grad_cy) noexcept nogil:                             # IN
+cdef bint has_low_gradients(real_t one, Py_ssize_t count,
+                            row_t grad_hy, row_t grad_cy) noexcept nogil:                                    # IN
     """Whether there is an element whose gradients are both low, and not both 0."""
     cdef Py_ssize_t j
-    cdef uint32_t a, narrow = 0xffffffffu
-    cdef uint64_t b, wide = 0xffffffffffffffffu
+    cdef uint32_t narrow = 0xffffffffu
+    cdef uint64_t wide = 0xffffffffffffffffu
     for j in range(count):
-        # Below a power of two are both if their union is; less one, 0 is not. That is, if the two highest bits are 0.
         if real_t is float:
-            a = ((bits_f32(<real_t>grad_hy[j]) | bits_f32(<real_t>grad_cy[j])) << 1) - 1u
-            narrow &= a | (a << 1)
+            narrow &= high_f32(<real_t>grad_hy[j], <real_t>grad_cy[j])
         else:
-            b = ((bits_f64(<real_t>grad_hy[j]) | bits_f64(<real_t>grad_cy[j])) << 1) - 1u
-            wide &= b | (b << 1)
+            wide &= high_f64(<real_t>grad_hy[j], <real_t>grad_cy[j])
     return (narrow >> 31 == 0) if real_t is float else (wide >> 63 == 0)
 
 
@@ -654,7 +695,7 @@ cdef inline Py_ssize_t sums_doubles(const Call* call) noexcept nogil:
 cdef inline void prefetch_sources(const Ahead* ahead, int first, int end) noexcept nogil:
     """Asks for some of the inputs of a later tile, if there is one, so that they come while this one is computed."""
     cdef int k
-    if ahead != NULL and ahead.rows > 0:
+    if ahead != NULL:
         for k in range(first, end):
             if ahead.data[k] == NULL:
                 continue
@@ -689,21 +730,27 @@ cdef inline Ahead ahead_of(const Call* call, Py_ssize_t row, Py_ssize_t column, 
 cdef inline void next_row(const Call* call,
                           Ahead* ahead) noexcept nogil:                                                      # INOUT
     cdef Py_ssize_t k
-    if ahead.rows > 0:
-        ahead.rows -= 1
-        for k in range(sources_of(call)):
-            if ahead.data[k] != NULL:
-                ahead.data[k] += call.source[k].row_stride
+    ahead.rows -= 1
+    for k in range(sources_of(call)):
+        if ahead.data[k] != NULL:
+            ahead.data[k] += call.source[k].row_stride
 
 
-cdef inline bint fast_span(real_t one, row_t kind, const Buffers* buffers, const Ahead* ahead, Py_ssize_t first,
-                           Py_ssize_t count, real_t** source, real_t** target) noexcept nogil:
-    """The fast path for some columns of a row of a tile; whether it is valid (design note c)."""
+cdef inline bint fast_span(real_t one, row_t kind, bint eager, const Buffers* buffers, const Ahead* ahead,
+                           Py_ssize_t first, Py_ssize_t count, real_t** source, real_t** target) noexcept nogil:
+    """The fast path for some columns of a row of a tile; whether it is valid (design notes c and d).
+
+    Eager: it ends after the first loop, without results, where that finds something. Otherwise what that finds is
+    known, and no reason why this should not be valid.
+    """
     cdef row_t p = <row_t>buffers.exponential + first
     cdef row_t scale = <row_t>buffers.exponential + buffers.pitch + first
     cdef bint valid
     prefetch_sources(ahead, 0, 2)
-    split_row(one, count, <row_t>source[3] + first, p, scale)
+    valid = split_row(one, count, <row_t>source[0] + first, <row_t>source[1] + first, <row_t>source[3] + first,
+                      p, scale)
+    if eager and not valid:
+        return False
     prefetch_sources(ahead, 2, 4)
     exponential_row(one, count, p)
     prefetch_sources(ahead, 4, 6)
@@ -717,14 +764,14 @@ cdef inline bint fast_span(real_t one, row_t kind, const Buffers* buffers, const
     return valid
 
 
-cdef bint fast_line(real_t one, row_t kind, const Buffers* buffers, Py_ssize_t first, real_t** source,
+cdef bint fast_line(real_t one, row_t kind, bint eager, const Buffers* buffers, Py_ssize_t first, real_t** source,
                     real_t** target) noexcept nogil:
     """The fast path for 64 bytes of each row."""
-    return fast_span(one, kind, buffers, NULL, first, lanes_of(one), source, target)
+    return fast_span(one, kind, eager, buffers, NULL, first, lanes_of(one), source, target)
 
 
-cdef inline bint fast_row(real_t one, row_t kind, const Buffers* buffers, const Ahead* ahead, Py_ssize_t lead,
-                          Py_ssize_t count, real_t** source, real_t** target) noexcept nogil:
+cdef inline bint fast_row(real_t one, row_t kind, bint eager, const Buffers* buffers, const Ahead* ahead,
+                          Py_ssize_t lead, Py_ssize_t count, real_t** source, real_t** target) noexcept nogil:
     """The fast path for one row of a tile; whether it is valid.
 
     Loops run over whole vectors, which begin `lead` columns in, on a line of memory. What is left at either end is done
@@ -734,15 +781,15 @@ cdef inline bint fast_row(real_t one, row_t kind, const Buffers* buffers, const 
     cdef Py_ssize_t whole = (count - lead) & -lanes
     cdef bint valid
     if count < lanes:
-        return fast_span(one, kind, buffers, ahead, 0, count, source, target)
+        return fast_span(one, kind, eager, buffers, ahead, 0, count, source, target)
     if count - lead == TILE:        # the common case has loops of constant length
-        valid = fast_span(one, kind, buffers, ahead, lead, <Py_ssize_t>TILE, source, target)
+        valid = fast_span(one, kind, eager, buffers, ahead, lead, <Py_ssize_t>TILE, source, target)
     else:
-        valid = fast_span(one, kind, buffers, ahead, lead, whole, source, target)
+        valid = fast_span(one, kind, eager, buffers, ahead, lead, whole, source, target)
         if lead + whole < count:
-            valid &= fast_line(one, kind, buffers, count - lanes, source, target)
+            valid &= fast_line(one, kind, eager, buffers, count - lanes, source, target)
     if lead > 0:
-        valid &= fast_line(one, kind, buffers, 0, source, target)
+        valid &= fast_line(one, kind, eager, buffers, 0, source, target)
     return valid
 
 
@@ -760,6 +807,32 @@ cdef void repair_row(real_t one, row_t kind, const Call* call, Py_ssize_t count,
                    <row_t>target[0], <row_t>target[1], <row_t>target[2], <row_t>target[3], <row_t>target[4])
 
 
+cdef void row_with_care(real_t one, row_t kind, const Call* call, const Buffers* buffers, Py_ssize_t lead,
+                        Py_ssize_t count, real_t** source,                                                   # IN
+                        real_t** target) noexcept nogil:                                                     # OUT
+    """One row of a tile for which the eager fast path is not valid (design notes c and d)."""
+    cdef row_t lifted = <row_t>buffers.lifted
+    cdef row_t mark = lifted + 2 * buffers.pitch
+    cdef real_t* gradient[2]
+    cdef bint low = has_low_gradients(one, count, <row_t>source[0], <row_t>source[1])
+    cdef Py_ssize_t k
+    if low:
+        lift_row(one, count, <row_t>source[0], <row_t>source[1], <row_t>source[2], <row_t>source[3],
+                 <row_t>source[4], <row_t>source[5], <row_t>source[6], <row_t>source[7],
+                 lifted, lifted + buffers.pitch, mark)
+        for k in range(2):
+            gradient[k] = source[k]
+            source[k] = <real_t*>lifted + k * buffers.pitch
+    if not fast_row(one, kind, False, buffers, NULL, lead, count, source, target) or has_large_cell(
+            one, count, <row_t>source[3]):
+        repair_row(one, kind, call, count, source, target)
+    if low:
+        settle_row(one, count, mark, <row_t>target[0], <row_t>target[1], <row_t>target[2], <row_t>target[3],
+                   <row_t>target[4])
+        for k in range(2):
+            source[k] = gradient[k]
+
+
 cdef inline lstmcell_carry* next_carry(const Call* call, const Buffers* buffers, Py_ssize_t first_row, Py_ssize_t r,
                                        Py_ssize_t k) noexcept nogil:
     """What belongs to the output row that follows the k-th of row r of a run in memory; NULL for none of this piece."""
@@ -772,13 +845,35 @@ cdef inline lstmcell_carry* next_carry(const Call* call, const Buffers* buffers,
     return buffers.carry + (r + 1) % RUN_ROWS * TARGETS + (0 if k < GATES else k)
 
 
+cdef void add_tile(real_t one, row_t kind, const Call* call, Py_ssize_t first_row, Py_ssize_t lead, Py_ssize_t count,
+                   real_t* target[RUN_ROWS][TARGETS],                                                        # IN
+                   double* sums) noexcept nogil:                                                             # INOUT
+    """Adds a run's gate gradients to the leaf's wide sums; the first run of a leaf finds none."""
+    cdef Py_ssize_t low = GATES * call.strip
+    cdef Py_ssize_t r, k
+    for k in range(GATES):
+        if first_row % LEAF_ROWS == 0:
+            for r in range(2 if call.storage == STORAGE_FLOAT64 else 1):
+                memset(sums + r * low, 0, count * sizeof(double))
+        if lead > 0:
+            add_run(one, lead, <row_t>target[0][k], <row_t>target[1][k], <row_t>target[2][k], <row_t>target[3][k],
+                    sums, sums + low)
+        if count - lead == TILE:
+            add_run(one, <Py_ssize_t>TILE, <row_t>target[0][k] + lead, <row_t>target[1][k] + lead,
+                    <row_t>target[2][k] + lead, <row_t>target[3][k] + lead, sums + lead, sums + low + lead)
+        else:
+            add_run(one, count - lead, <row_t>target[0][k] + lead, <row_t>target[1][k] + lead,
+                    <row_t>target[2][k] + lead, <row_t>target[3][k] + lead, sums + lead, sums + low + lead)
+        sums += call.strip
+
+
 cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* buffers, Ahead* ahead,
                        Py_ssize_t first_row, Py_ssize_t rows, Py_ssize_t column, Py_ssize_t count,
                        Py_ssize_t lead, bint last,                                                           # IN
                        double* sums) noexcept nogil:                                                         # INOUT
     """A run of rows by `count` columns; adds its gate gradients to the leaf's wide sums from this column on.
 
-    The first run of a leaf finds no sums. The `last` tile of a row has no other behind it.
+    The `last` tile of a row has no other behind it.
 
     `lead` columns in, arrays begin on a 64-byte line; buffers are made to do so, too.
     """
@@ -786,13 +881,12 @@ cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* 
     cdef Buffers shifted = buffers[0]
     cdef real_t* source[SOURCES]
     cdef real_t* target[RUN_ROWS][TARGETS]
-    cdef real_t* lifted = <real_t*>buffers.lifted + shift
-    cdef real_t* gradient[2]
     cdef Py_ssize_t step[SOURCES]
-    cdef bint low
     cdef const Plane* plane
+    cdef bint valid
     cdef Py_ssize_t r, k
     shifted.exponential += shift * sizeof(real_t)
+    shifted.lifted += shift * sizeof(real_t)
     for k in range(SOURCES):
         plane = &call.source[k]
         step[k] = 0
@@ -821,21 +915,13 @@ cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* 
                 plane = &call.source[k]
                 if plane.data != NULL and not plane.direct and not plane.blocked:
                     pack_row(one, plane, call.storage, first_row + r, column, count, source[k])
-        low = has_low_gradients(one, count, <row_t>source[0], <row_t>source[1])
-        if low:
-            lift_row(one, count, <row_t>source[0], <row_t>source[1], <row_t>source[2], <row_t>source[3],
-                     <row_t>source[4], <row_t>source[5], <row_t>source[6], <row_t>source[7],
-                     <row_t>lifted, <row_t>lifted + buffers.pitch, <row_t>lifted + 2 * buffers.pitch)
-            for k in range(2):
-                gradient[k] = source[k]
-                source[k] = lifted + k * buffers.pitch
-        if not fast_row(one, kind, &shifted, ahead, lead, count, source, target[r]):
-            repair_row(one, kind, call, count, source, target[r])
-        if low:
-            settle_row(one, count, <row_t>lifted + 2 * buffers.pitch, <row_t>target[r][0], <row_t>target[r][1],
-                       <row_t>target[r][2], <row_t>target[r][3], <row_t>target[r][4])
-            for k in range(2):
-                source[k] = gradient[k]
+        if ahead.rows > 0:
+            valid = fast_row(one, kind, True, &shifted, ahead, lead, count, source, target[r])
+            next_row(call, ahead)
+        else:
+            valid = fast_row(one, kind, True, &shifted, NULL, lead, count, source, target[r])
+        if not valid:
+            row_with_care(one, kind, call, &shifted, lead, count, source, target[r])
         if call.staged:
             for k in range(TARGETS):
                 unpack_row(one, &call.target[k], call.storage, first_row + r, column, count, call.streaming,
@@ -844,22 +930,8 @@ cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* 
                            next_carry(call, buffers, first_row, r, k) if last else NULL)
         for k in range(SOURCES):
             source[k] = <real_t*>(<char*>source[k] + step[k])
-        next_row(call, ahead)
-    for k in range(GATES if call.has_bias else 0):
-        if first_row % LEAF_ROWS == 0:
-            for r in range(2 if call.storage == STORAGE_FLOAT64 else 1):
-                memset(sums + (r * GATES + k) * call.strip, 0, count * sizeof(double))
-        if lead > 0:
-            add_run(one, lead, <row_t>target[0][k], <row_t>target[1][k], <row_t>target[2][k], <row_t>target[3][k],
-                    sums + k * call.strip, sums + (GATES + k) * call.strip)
-        if count - lead == TILE:
-            add_run(one, <Py_ssize_t>TILE, <row_t>target[0][k] + lead, <row_t>target[1][k] + lead,
-                    <row_t>target[2][k] + lead, <row_t>target[3][k] + lead,
-                    sums + k * call.strip + lead, sums + (GATES + k) * call.strip + lead)
-        else:
-            add_run(one, count - lead, <row_t>target[0][k] + lead, <row_t>target[1][k] + lead,
-                    <row_t>target[2][k] + lead, <row_t>target[3][k] + lead,
-                    sums + k * call.strip + lead, sums + (GATES + k) * call.strip + lead)
+    if call.has_bias:
+        add_tile(one, kind, call, first_row, lead, count, target, sums)
 
 
 # ---- leaves, tree and threads -----------------------------------------------------------------------------------

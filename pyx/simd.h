@@ -33,6 +33,22 @@ static inline float f32_bits(uint32_t u) { float x; memcpy(&x, &u, sizeof x); re
 static inline uint64_t bits_f64(double x) { uint64_t u; memcpy(&u, &x, sizeof u); return u; }
 static inline double f64_bits(uint64_t u) { double x; memcpy(&x, &u, sizeof x); return x; }
 
+/* ---- sums with an exact product -------------------------------------------------------------------------- */
+
+/* Where a * b is exact, rounding it changes nothing: fused or not, the results have the same bits. So where there are
+ * fused instructions they are used here, and only here. */
+#if defined(__AVX512F__) || defined(__ARM_FEATURE_FMA)
+static inline float plus_exact_product_f32(float c, float a, float b) { return __builtin_fmaf(a, b, c); }
+static inline double plus_exact_product_f64(double c, double a, double b) { return __builtin_fma(a, b, c); }
+static inline float minus_exact_product_f32(float c, float a, float b) { return __builtin_fmaf(-a, b, c); }
+static inline double minus_exact_product_f64(double c, double a, double b) { return __builtin_fma(-a, b, c); }
+#else
+static inline float plus_exact_product_f32(float c, float a, float b) { return c + a * b; }
+static inline double plus_exact_product_f64(double c, double a, double b) { return c + a * b; }
+static inline float minus_exact_product_f32(float c, float a, float b) { return c - a * b; }
+static inline double minus_exact_product_f64(double c, double a, double b) { return c - a * b; }
+#endif
+
 /* ---- elements in memory of any alignment and byte order --------------------------------------------------- */
 
 static inline uint16_t load16(const char *p, int swapped) {

@@ -70,7 +70,7 @@ def special_values(dtype):
     limit = reference.limits(dtype)
     sizes = [0, limit.smallest_subnormal, 3 * limit.smallest_subnormal, limit.smallest_normal]
     sizes += [limit.smallest_normal - limit.smallest_subnormal, limit.eps, 1 - limit.eps / 2, 1, 1 + limit.eps]
-    sizes += [8.5, 21.7, 43.4, 43.6, 52, 88.8, 354, 355, 710, limit.largest / 2, limit.largest]
+    sizes += [8.5, 21.7, 36.9, 37.1, 43.4, 43.6, 52, 88.8, 319, 321, 354, 355, 710, limit.largest / 2, limit.largest]
     sizes = [size for size in sizes if size <= limit.largest]
     return [*sizes, *(-size for size in sizes), math.inf, -math.inf, math.nan]
 

@@ -57,6 +57,19 @@ def test_many_elements_across_instruction_sets(backend, kind):
     assert_same_bits(plain_call(inputs), baseline_call(inputs))
 
 
+@pytest.mark.parametrize("name", ["float32", "float64"])
+def test_cell_states_across_instruction_sets(isa, name):
+    """One level may fuse a product with a sum where another rounds it; not where that shows in any bit."""
+    dtype = dtype_of(name)
+    rng = np.random.default_rng(7)
+    last = 46 if name == "float32" else 360
+    sizes = np.concatenate([rng.uniform(0.1, last, 100_000), last * 2 ** rng.uniform(-160, 0, 50_000)])
+    cy = (sizes * rng.choice([-1, 1], len(sizes))).astype(dtype).reshape(1, -1)
+    ones, gates = np.ones_like(cy), np.full((1, 4 * cy.size), 0.5, dtype)
+    inputs = Inputs(ones, np.zeros_like(cy), ones, cy, gates)
+    assert_same_bits(plain_call(inputs), baseline_call(inputs))
+
+
 def test_special_values_across_instruction_sets(backend):
     from strategies import special_values
 

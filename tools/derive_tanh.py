@@ -3,7 +3,7 @@
 
 The backward kernel needs ``tanh(cy)`` and ``1 - tanh(cy)**2``, with the same bits on every machine.  It
 therefore uses nothing but IEEE additions, multiplications and one division, each rounded separately to
-nearest even (no FMA), in this order::
+nearest even, in this order::
 
     x  = 2 * |cy|                           exact
     n  = (x * LOG2E + MAGIC) - MAGIC        nearest integer to x / ln 2
@@ -17,6 +17,9 @@ nearest even (no FMA), in this order::
     t  = -(em * q), with the sign of cy     tanh(cy)
     s  = ((4 * E) * q) * q                  1 - tanh(cy)**2
 
+The products n * LN2_HI and scale * p are exact for every |cy| that the kernel's fast rows treat, so that a fused
+multiply-add gives the same sums; ``--exact`` goes through all of float32 to see it.
+
 This script finds the polynomial Q (a minimax fit whose coefficients are rounded one after another), splits
 ln 2, prints the constants ready to paste, and runs the sequence above, operation by operation, in NumPy.
 NumPy rounds every operation of a ufunc call separately, so the simulation has the bits of the kernel.
@@ -25,6 +28,7 @@ Usage::
 
     python tools/derive_tanh.py             derive, print, measure
     python tools/derive_tanh.py --check     compare the constants in pyx/kernel.pxi with the derived ones
+    python tools/derive_tanh.py --exact     multiply with every float32 number up to the limit in pyx/kernel.pxi
 
 It needs mpmath and numpy.
 """
@@ -48,6 +52,9 @@ FIT_MARGIN = mp.mpf(2) ** -12
 
 FIT_POINTS = 400
 ERROR_POINTS = 4001
+
+# Numbers that `inexact_product` looks at together.
+CHUNK = 1 << 22
 
 # How t and s may be formed from E and em, with the operations that follow D.
 VARIANTS = {
@@ -289,6 +296,28 @@ def even_odd(q, r, r2):
     return horner(q[0::2], r2) + r * horner(q[1::2], r2)
 
 
+def exponential(fmt, constants, cy, split=False):
+    """Run the kernel's operations on positive `cy` as far as expm1.
+
+    Parameters
+    ----------
+    fmt, constants, cy, split
+        As for `simulate`.
+
+    Returns
+    -------
+    n, p, scale : ndarray
+    """
+    log2e, ln2_hi, ln2_lo, q = constants
+    one, two = fmt.dtype(1), fmt.dtype(2)
+    x = two * cy
+    n = (x * log2e + fmt.magic) - fmt.magic
+    r = (n * ln2_hi - x) + n * ln2_lo
+    r2 = r * r
+    p = r + r2 * (even_odd(q, r, r2) if split else horner(q, r))
+    return n, p, np.ldexp(one, -n.astype(np.int32))
+
+
 def simulate(fmt, constants, cy, variant="kernel", split=False):
     """Run the kernel's operations on positive `cy`, each rounded separately.
 
@@ -309,14 +338,8 @@ def simulate(fmt, constants, cy, variant="kernel", split=False):
     -------
     E, t, s : ndarray
     """
-    log2e, ln2_hi, ln2_lo, q = constants
     one, two, four = fmt.dtype(1), fmt.dtype(2), fmt.dtype(4)
-    x = two * cy
-    n = (x * log2e + fmt.magic) - fmt.magic
-    r = (n * ln2_hi - x) + n * ln2_lo
-    r2 = r * r
-    p = r + r2 * (even_odd(q, r, r2) if split else horner(q, r))
-    scale = np.ldexp(one, -n.astype(np.int32))
+    _, p, scale = exponential(fmt, constants, cy, split)
     g = scale * p
     e = scale + g
     em = g + (scale - one)
@@ -453,6 +476,33 @@ def check(source):
     return complaints
 
 
+def inexact_product(source):
+    """Look for a float32 |cy| of the fast rows for which a product that the kernel takes for exact is not.
+
+    Parameters
+    ----------
+    source : str
+        Text of the kernel source, which defines FAST_LIMIT_F32 as the bits of the largest |cy|.
+
+    Returns
+    -------
+    float or None
+        The first one found. (Below 0.17 n is 0 and scale 1.)
+    """
+    fmt = FORMATS[0]
+    constants = derive(fmt, fmt.degree)
+    end = int(re.search(r"#define FAST_LIMIT_F32 (0x[0-9a-f]+)u", source)[1], 16) + 1
+    begin = int(np.float32(0.17).view(np.uint32))
+    for first in range(begin, end, CHUNK):
+        cy = np.arange(first, min(first + CHUNK, end), dtype=np.uint32).view(np.float32)
+        n, p, scale = exponential(fmt, constants, cy)
+        for a, b in ((n, constants[1]), (scale, p)):
+            wrong = (a * b).astype(np.float64) != a.astype(np.float64) * np.float64(b)
+            if wrong.any():
+                return float(cy[wrong.argmax()])
+    return None
+
+
 def main():
     """Run the script.
 
@@ -463,20 +513,23 @@ def main():
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare pyx/kernel.pxi with the results")
+    parser.add_argument("--exact", action="store_true", help="look for a product that is not exact")
     arguments = parser.parse_args()
+    complaints = []
     with mp.workdps(DIGITS):
-        if not arguments.check:
+        if not arguments.check and not arguments.exact:
             for fmt in FORMATS:
                 report(fmt)
             return 0
-        if not KERNEL.is_file():
-            complaints = [f"there is no {KERNEL.parent.name}/{KERNEL.name}"]
-        else:
-            complaints = check(KERNEL.read_text(encoding="utf-8"))
+        source = KERNEL.read_text(encoding="utf-8")
+        if arguments.check:
+            complaints = check(source)
+        if arguments.exact and (cy := inexact_product(source)) is not None:
+            complaints.append(f"a product is not exact for cy = {cy:.9g}")
     for complaint in complaints:
         print(complaint, file=sys.stderr)
     if not complaints:
-        print("all constants agree")
+        print("nothing to complain of")
     return 1 if complaints else 0
 
 
