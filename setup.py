@@ -38,6 +38,10 @@ ISA_LEVELS = {
     ),
 }
 
+# What is marked inline in the kernels is: the loops of a row know their length and what is not asked of them only where
+# they are part of the function that says so, and the compiler's own choice depends on the size of what surrounds them.
+KERNEL_MACROS = [("CYTHON_INLINE", "inline __attribute__((always_inline))")]
+
 # Bits matter: no contraction of a * b + c, no value-changing optimisation. -fno-trapping-math allows the vectoriser to
 # evaluate both sides of a choice; only the sticky exception flags can tell.
 COMMON_FLAGS = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
@@ -101,21 +105,25 @@ def extensions():
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"]
         flags.append("-fno-wrapv")  # Python's own flags hold -fwrapv, with which an overflow is no finding
         link_flags += [f"-fsanitize={sanitize}"]
-    sources = {"_features": ("features", []), "_arguments": ("arguments", []), "_api": ("api", [])}
+    sources = {name: (name.removeprefix("_"), [], []) for name in ("_features", "_arguments", "_api")}
     for level, (machines, level_flags) in ISA_LEVELS.items():
         if machines is None or platform.machine() in machines:
-            sources[f"_kernel_{level}"] = (f"kernel_{level}", level_flags)
+            sources[f"_kernel_{level}"] = (f"kernel_{level}", level_flags, KERNEL_MACROS)
     return [
         Extension(
             f"lstmcell_bwd.{module}",
             [f"pyx/{source}.pyx"],
             depends=["pyx/simd.h", "pyx/kernel.pxi", "pyx/forward.pxi", "pyx/kernel_abi.pxi"],
             include_dirs=["pyx", numpy.get_include()],
-            define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_22_API_VERSION"), ("CYTHON_CLINE_IN_TRACEBACK", "0")],
+            define_macros=[
+                ("NPY_NO_DEPRECATED_API", "NPY_1_22_API_VERSION"),
+                ("CYTHON_CLINE_IN_TRACEBACK", "0"),
+                *macros,
+            ],
             extra_compile_args=flags + level_flags,
             extra_link_args=list(link_flags),
         )
-        for module, (source, level_flags) in sources.items()
+        for module, (source, level_flags, macros) in sources.items()
     ]
 
 
