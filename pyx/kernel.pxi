@@ -979,7 +979,8 @@ cdef inline Py_ssize_t lead_of(const Call* call, Py_ssize_t first_column, Py_ssi
     cdef const Plane* plane = &call.source[4] if call.staged and not halves else &call.target[0]
     cdef Py_ssize_t size = call.item_bytes
     cdef Py_ssize_t lead = -<Py_ssize_t>(plane.data + first_column * size) & 63
-    if (columns < LEAD_PAYS or call.blocked or not (call.streaming if halves else plane.direct)
+    if (columns < (2 * LEAD_PAYS if call.staged else LEAD_PAYS) or call.blocked
+            or not (call.streaming if halves else plane.direct)
             or call.hidden * size % 64 or plane.row_stride % 64 or lead % size):
         return 0
     return lead // size

@@ -13,7 +13,7 @@ cdef enum:
     RUN_ROWS = 4       # rows summed in the arithmetic type before they enter the wide sums; likewise
     # How the work is cut has no influence on results.
     TILE = 128         # columns of one tile: all of it stays in the first cache until it is done
-    LEAD_PAYS = 512    # columns from which on it pays to begin vectors on a 64-byte line
+    LEAD_PAYS = 256    # columns from which on it pays to begin vectors on a 64-byte line; past the stage, twice as many
     BLOCK_ROWS = 64    # rows read at a time from inputs whose columns are contiguous: one leaf or two
     BLOCK_COLUMNS = 4  # columns read at a time there
     AHEAD_COLUMNS = 16 # how far ahead those are prefetched

@@ -26,6 +26,7 @@ from lstmcell_bwd import (
     combine_bias,
     lstm_cell_backward,
     lstm_cell_backward_part,
+    reference,
 )
 
 OFFSETS = [0, 1, 4]
@@ -44,6 +45,21 @@ def check(inputs_guarded, outputs_guarded, expected, has_bias=True, **options):
     for guarded in outputs_guarded:
         if guarded is not None:
             guarded.assert_guards_intact()
+
+
+@pytest.mark.parametrize("width", [256, 272, 400, 528])
+@pytest.mark.parametrize("offset", [8, 16, 40, 56])
+def test_rows_that_begin_off_a_line(backend, width, offset):
+    """Loops begin on a line then; the ends of a row are done apart, with whatever they hold."""
+    inputs = make_inputs(9, width, backend, seed=2)
+    inputs.grad_hy[2, 0] = inputs.cx[3, -1] = np.nan
+    inputs.cy[4, 1] = inputs.cy[5, -2] = 60
+    inputs.grad_hy[6, :2] = inputs.grad_cy[6, :2] = reference.limits(inputs.cx.dtype).smallest_subnormal
+    inputs.grad_hy[7, -2:] = inputs.grad_cy[7, -2:] = reference.limits(inputs.cx.dtype).smallest_normal
+    expected = plain_call(inputs)
+    for of_inputs, of_outputs in ((offset, offset), (0, offset), (offset, 0)):
+        given = guard_inputs(inputs, "contiguous", of_inputs)
+        check(given, guard_outputs(9, width, backend, offset=of_outputs), expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
