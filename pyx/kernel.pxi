@@ -157,6 +157,18 @@ cdef inline real_t signed_like(real_t magnitude, real_t sign) noexcept nogil:
         return f64_bits(bits_f64(magnitude) | (bits_f64(sign) & 0x8000000000000000u))
 
 
+cdef inline real_t capped(real_t x, real_t most) noexcept nogil:
+    """The smaller of two numbers that are not negative; NaN counts as the largest.
+
+    Compared as integers: of a choice between numbers the compiler makes two ways with constants in them, goes both for
+    all elements, and meets numbers below the normal ones that none of them has.
+    """
+    if real_t is float:
+        return f32_bits(bits_f32(x) if bits_f32(x) < bits_f32(most) else bits_f32(most))
+    else:
+        return f64_bits(bits_f64(x) if bits_f64(x) < bits_f64(most) else bits_f64(most))
+
+
 cdef inline real_t plus_exact_product(real_t c, real_t a, real_t b) noexcept nogil:
     """c + a * b, where a * b is exact or too small to matter, so that it is the same with fma and without."""
     return plus_exact_product_f32(c, a, b) if real_t is float else plus_exact_product_f64(c, a, b)
@@ -194,9 +206,9 @@ cdef inline void split_exponential(real_t cy, real_t one, bint careful,
         n = shifted - magic(one)
         r[0] = plus_exact_product(-x, n, F64_LN2_HI) + n * F64_LN2_LO
     if careful:
-        below = n - (last_exponent if n > last_exponent else n)
-        shifted = (last_exponent if n > last_exponent else n) + magic(one)
-        s_last[0] = power_of_two((last_exponent + one if below > last_exponent else below) + magic(one))
+        below = n - capped(n, last_exponent)
+        shifted = capped(n, last_exponent) + magic(one)
+        s_last[0] = power_of_two(capped(below, last_exponent + one) + magic(one))
     scale[0] = power_of_two(shifted)
 
 
@@ -340,6 +352,14 @@ cdef inline real_t settled(real_t y) noexcept nogil:
         x = f64_bits(bits_f64(f64_bits(wide) * F64_QUANTA + <real_t>4503599627370496) - 0x4330000000000000u)
         x = x if wide < <uint64_t>512 << 52 else f64_bits(wide - (<uint64_t>511 << 52))
     return with_sign(x, y)
+
+
+cdef inline real_t settled_where(real_t mark, real_t y) noexcept nogil:
+    """The same where all bits of `mark` are set, y where none is. With a choice the loop would not vectorise."""
+    if real_t is float:
+        return f32_bits((bits_f32(settled(y)) & bits_f32(mark)) | (bits_f32(y) & ~bits_f32(mark)))
+    else:
+        return f64_bits((bits_f64(settled(y)) & bits_f64(mark)) | (bits_f64(y) & ~bits_f64(mark)))
 
 
 # ---- one row of a tile ------------------------------------------------------------------------------------------
@@ -494,7 +514,7 @@ cdef bint has_low_gradients(real_t one, Py_ssize_t count,
 cdef void lift_row(real_t one, Py_ssize_t count,
                    row_t grad_hy, row_t grad_cy, row_t cx, row_t cy, row_t i, row_t f, row_t g, row_t o,     # IN
                    row_t lifted_hy, row_t lifted_cy, row_t mark) noexcept nogil:                             # OUT
-    """The gradients, lifted where `mark` is 1: where both are low, and no factor so large that a product overflows."""
+    """The gradients, lifted where `mark` is all ones: both low, and no factor so large that a product overflows."""
     cdef Py_ssize_t j
     cdef bint low
     for j in range(count):
@@ -503,7 +523,10 @@ cdef void lift_row(real_t one, Py_ssize_t count,
                & is_moderate(<real_t>f[j]) & is_moderate(<real_t>g[j]) & is_moderate(<real_t>o[j]))
         lifted_hy[j] = lifted(<real_t>grad_hy[j]) if low else <real_t>grad_hy[j]
         lifted_cy[j] = lifted(<real_t>grad_cy[j]) if low else <real_t>grad_cy[j]
-        mark[j] = one if low else <real_t>0
+        if real_t is float:
+            mark[j] = f32_bits(0u - <uint32_t>low)
+        else:
+            mark[j] = f64_bits(<uint64_t>0 - <uint64_t>low)
 
 
 cdef void settle_row(real_t one, Py_ssize_t count,
@@ -511,14 +534,12 @@ cdef void settle_row(real_t one, Py_ssize_t count,
                      row_t d_i, row_t d_f, row_t d_g, row_t d_o, row_t grad_cx) noexcept nogil:              # INOUT
     """Takes back what `lift_row` did."""
     cdef Py_ssize_t j
-    cdef bint low
     for j in range(count):
-        low = mark[j] != 0
-        d_i[j] = settled(<real_t>d_i[j]) if low else <real_t>d_i[j]
-        d_f[j] = settled(<real_t>d_f[j]) if low else <real_t>d_f[j]
-        d_g[j] = settled(<real_t>d_g[j]) if low else <real_t>d_g[j]
-        d_o[j] = settled(<real_t>d_o[j]) if low else <real_t>d_o[j]
-        grad_cx[j] = settled(<real_t>grad_cx[j]) if low else <real_t>grad_cx[j]
+        d_i[j] = settled_where(<real_t>mark[j], <real_t>d_i[j])
+        d_f[j] = settled_where(<real_t>mark[j], <real_t>d_f[j])
+        d_g[j] = settled_where(<real_t>mark[j], <real_t>d_g[j])
+        d_o[j] = settled_where(<real_t>mark[j], <real_t>d_o[j])
+        grad_cx[j] = settled_where(<real_t>mark[j], <real_t>grad_cx[j])
 
 
 # ---- wide sums --------------------------------------------------------------------------------------------------
@@ -736,12 +757,16 @@ cdef inline void next_row(const Call* call,
             ahead.data[k] += call.source[k].row_stride
 
 
-cdef inline bint fast_span(real_t one, row_t kind, bint eager, const Buffers* buffers, const Ahead* ahead,
-                           Py_ssize_t first, Py_ssize_t count, real_t** source, real_t** target) noexcept nogil:
-    """The fast path for some columns of a row of a tile; whether it is valid (design notes c and d).
+cdef enum:                      # what the fast path finds
+    NOT_FINITE = 1              # results that are not, or no longer
+    LEFT_OUT = 2                # what its first loop looks for; it ended there
 
-    Eager: it ends after the first loop, without results, where that finds something. Otherwise what that finds is
-    known, and no reason why this should not be valid.
+
+cdef inline int fast_span(real_t one, row_t kind, bint eager, const Buffers* buffers, const Ahead* ahead,
+                          Py_ssize_t first, Py_ssize_t count, real_t** source, real_t** target) noexcept nogil:
+    """The fast path for some columns of a row of a tile; what it finds, 0 if it is valid (design notes c and d).
+
+    Unless eager, it goes on after its first loop whatever that finds.
     """
     cdef row_t p = <row_t>buffers.exponential + first
     cdef row_t scale = <row_t>buffers.exponential + buffers.pitch + first
@@ -750,7 +775,7 @@ cdef inline bint fast_span(real_t one, row_t kind, bint eager, const Buffers* bu
     valid = split_row(one, count, <row_t>source[0] + first, <row_t>source[1] + first, <row_t>source[3] + first,
                       p, scale)
     if eager and not valid:
-        return False
+        return LEFT_OUT
     prefetch_sources(ahead, 2, 4)
     exponential_row(one, count, p)
     prefetch_sources(ahead, 4, 6)
@@ -761,36 +786,36 @@ cdef inline bint fast_span(real_t one, row_t kind, bint eager, const Buffers* bu
                       <row_t>target[2] + first)
     valid &= forget_row(one, count, p, <row_t>source[2] + first, <row_t>source[5] + first, <row_t>target[1] + first,
                         <row_t>target[4] + first)
-    return valid
+    return 0 if valid else NOT_FINITE
 
 
-cdef bint fast_line(real_t one, row_t kind, bint eager, const Buffers* buffers, Py_ssize_t first, real_t** source,
-                    real_t** target) noexcept nogil:
+cdef int fast_line(real_t one, row_t kind, bint eager, const Buffers* buffers, Py_ssize_t first, real_t** source,
+                   real_t** target) noexcept nogil:
     """The fast path for 64 bytes of each row."""
     return fast_span(one, kind, eager, buffers, NULL, first, lanes_of(one), source, target)
 
 
-cdef inline bint fast_row(real_t one, row_t kind, bint eager, const Buffers* buffers, const Ahead* ahead,
-                          Py_ssize_t lead, Py_ssize_t count, real_t** source, real_t** target) noexcept nogil:
-    """The fast path for one row of a tile; whether it is valid.
+cdef inline int fast_row(real_t one, row_t kind, bint eager, const Buffers* buffers, const Ahead* ahead,
+                         Py_ssize_t lead, Py_ssize_t count, real_t** source, real_t** target) noexcept nogil:
+    """The fast path for one row of a tile; what it finds, 0 if it is valid.
 
     Loops run over whole vectors, which begin `lead` columns in, on a line of memory. What is left at either end is done
     by a vector that overlaps them: results do not depend on the company, so that doing an element twice does no harm.
     """
     cdef Py_ssize_t lanes = lanes_of(one)
     cdef Py_ssize_t whole = (count - lead) & -lanes
-    cdef bint valid
+    cdef int found
     if count < lanes:
         return fast_span(one, kind, eager, buffers, ahead, 0, count, source, target)
     if count - lead == TILE:        # the common case has loops of constant length
-        valid = fast_span(one, kind, eager, buffers, ahead, lead, <Py_ssize_t>TILE, source, target)
+        found = fast_span(one, kind, eager, buffers, ahead, lead, <Py_ssize_t>TILE, source, target)
     else:
-        valid = fast_span(one, kind, eager, buffers, ahead, lead, whole, source, target)
+        found = fast_span(one, kind, eager, buffers, ahead, lead, whole, source, target)
         if lead + whole < count:
-            valid &= fast_line(one, kind, eager, buffers, count - lanes, source, target)
+            found |= fast_line(one, kind, eager, buffers, count - lanes, source, target)
     if lead > 0:
-        valid &= fast_line(one, kind, eager, buffers, 0, source, target)
-    return valid
+        found |= fast_line(one, kind, eager, buffers, 0, source, target)
+    return found
 
 
 cdef void repair_row(real_t one, row_t kind, const Call* call, Py_ssize_t count, real_t** source,            # IN
@@ -807,14 +832,14 @@ cdef void repair_row(real_t one, row_t kind, const Call* call, Py_ssize_t count,
                    <row_t>target[0], <row_t>target[1], <row_t>target[2], <row_t>target[3], <row_t>target[4])
 
 
-cdef void row_with_care(real_t one, row_t kind, const Call* call, const Buffers* buffers, Py_ssize_t lead,
+cdef void row_with_care(real_t one, row_t kind, const Call* call, const Buffers* buffers, int found, Py_ssize_t lead,
                         Py_ssize_t count, real_t** source,                                                   # IN
-                        real_t** target) noexcept nogil:                                                     # OUT
-    """One row of a tile for which the eager fast path is not valid (design notes c and d)."""
+                        real_t** target) noexcept nogil:                                                     # INOUT
+    """One row of a tile in which the eager fast path found something (design notes c and d)."""
     cdef row_t lifted = <row_t>buffers.lifted
     cdef row_t mark = lifted + 2 * buffers.pitch
     cdef real_t* gradient[2]
-    cdef bint low = has_low_gradients(one, count, <row_t>source[0], <row_t>source[1])
+    cdef bint low = found & LEFT_OUT and has_low_gradients(one, count, <row_t>source[0], <row_t>source[1])
     cdef Py_ssize_t k
     if low:
         lift_row(one, count, <row_t>source[0], <row_t>source[1], <row_t>source[2], <row_t>source[3],
@@ -823,8 +848,9 @@ cdef void row_with_care(real_t one, row_t kind, const Call* call, const Buffers*
         for k in range(2):
             gradient[k] = source[k]
             source[k] = <real_t*>lifted + k * buffers.pitch
-    if not fast_row(one, kind, False, buffers, NULL, lead, count, source, target) or has_large_cell(
-            one, count, <row_t>source[3]):
+    if found & LEFT_OUT:
+        found = fast_row(one, kind, False, buffers, NULL, lead, count, source, target)
+    if found or has_large_cell(one, count, <row_t>source[3]):
         repair_row(one, kind, call, count, source, target)
     if low:
         settle_row(one, count, mark, <row_t>target[0], <row_t>target[1], <row_t>target[2], <row_t>target[3],
@@ -883,7 +909,7 @@ cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* 
     cdef real_t* target[RUN_ROWS][TARGETS]
     cdef Py_ssize_t step[SOURCES]
     cdef const Plane* plane
-    cdef bint valid
+    cdef int found
     cdef Py_ssize_t r, k
     shifted.exponential += shift * sizeof(real_t)
     shifted.lifted += shift * sizeof(real_t)
@@ -916,12 +942,12 @@ cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* 
                 if plane.data != NULL and not plane.direct and not plane.blocked:
                     pack_row(one, plane, call.storage, first_row + r, column, count, source[k])
         if ahead.rows > 0:
-            valid = fast_row(one, kind, True, &shifted, ahead, lead, count, source, target[r])
+            found = fast_row(one, kind, True, &shifted, ahead, lead, count, source, target[r])
             next_row(call, ahead)
         else:
-            valid = fast_row(one, kind, True, &shifted, NULL, lead, count, source, target[r])
-        if not valid:
-            row_with_care(one, kind, call, &shifted, lead, count, source, target[r])
+            found = fast_row(one, kind, True, &shifted, NULL, lead, count, source, target[r])
+        if found:
+            row_with_care(one, kind, call, &shifted, found, lead, count, source, target[r])
         if call.staged:
             for k in range(TARGETS):
                 unpack_row(one, &call.target[k], call.storage, first_row + r, column, count, call.streaming,
