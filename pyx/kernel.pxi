@@ -160,8 +160,8 @@ cdef inline real_t signed_like(real_t magnitude, real_t sign) noexcept nogil:
 cdef inline real_t capped(real_t x, real_t most) noexcept nogil:
     """The smaller of two numbers that are not negative; NaN counts as the largest.
 
-    Compared as integers: of a choice between numbers the compiler makes two ways with constants in them, goes both for
-    all elements, and meets numbers below the normal ones that none of them has.
+    Compared as integers. Of a choice between numbers the compiler makes two ways, one of them with constants, and goes
+    both for every element; where the constant is 2^-126, that is a product below the normal numbers for each.
     """
     if real_t is float:
         return f32_bits(bits_f32(x) if bits_f32(x) < bits_f32(most) else bits_f32(most))
