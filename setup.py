@@ -38,8 +38,8 @@ ISA_LEVELS = {
     ),
 }
 
-# What is marked inline in the kernels is: the loops of a row know their length and what is not asked of them only where
-# they are part of the function that says so, and the compiler's own choice depends on the size of what surrounds them.
+# What the kernels mark inline must be. The loops of a row have a constant length, and leave out what is not asked of
+# them, only where they are part of the function that says so; the compiler's own choice goes by what is around them.
 KERNEL_MACROS = [("CYTHON_INLINE", "inline __attribute__((always_inline))")]
 
 # Bits matter: no contraction of a * b + c, no value-changing optimisation. -fno-trapping-math allows the vectoriser to
