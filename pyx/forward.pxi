@@ -80,7 +80,7 @@ cdef inline real_t careful_sigmoid_of(real_t a, real_t one) noexcept nogil:
 cdef inline void split_tanh(real_t x, real_t one, real_t* r, real_t* scale) noexcept nogil:
     """exp(-2|x|) as scale * exp(r), with |x| taken as at most 43.5 (354 in float64), where tanh has long been 1."""
     cdef real_t limit = last_normal(one) * <real_t>0.5
-    cdef real_t size = with_sign(x, one)
+    cdef real_t size = magnitude_of(x)
     cdef real_t unused
     split_exponential(limit if size > limit else size, one, False, r, scale, &unused)
 

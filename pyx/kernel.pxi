@@ -142,15 +142,15 @@ cdef inline real_t power_of_two(real_t minus_exponent_and_magic) noexcept nogil:
         return f64_bits((<uint64_t>(1023 + 0x4338000000000000) - bits_f64(minus_exponent_and_magic)) << 52)
 
 
-cdef inline real_t with_sign(real_t magnitude, real_t sign) noexcept nogil:
+cdef inline real_t magnitude_of(real_t x) noexcept nogil:
     if real_t is float:
-        return f32_bits((bits_f32(magnitude) & 0x7fffffffu) | (bits_f32(sign) & 0x80000000u))
+        return f32_bits(bits_f32(x) & 0x7fffffffu)
     else:
-        return f64_bits((bits_f64(magnitude) & 0x7fffffffffffffffu) | (bits_f64(sign) & 0x8000000000000000u))
+        return f64_bits(bits_f64(x) & 0x7fffffffffffffffu)
 
 
 cdef inline real_t signed_like(real_t magnitude, real_t sign) noexcept nogil:
-    """As `with_sign`, for a magnitude that has no sign of its own."""
+    """A number that has no sign of its own, with the sign of the other."""
     if real_t is float:
         return f32_bits(bits_f32(magnitude) | (bits_f32(sign) & 0x80000000u))
     else:
@@ -187,7 +187,7 @@ cdef inline void split_exponential(real_t cy, real_t one, bint careful,
     is taken as at most 100 (800 in float64), where s_last is already 0. NaN stays NaN.
     Otherwise: |cy| up to 43.5 (354 in float64), where s_last is 1; above, the results mean nothing.
     """
-    cdef real_t x = with_sign(cy, one) + with_sign(cy, one)
+    cdef real_t x = magnitude_of(cy) + magnitude_of(cy)
     cdef real_t limit, last_exponent, shifted, n, below
     if real_t is float:
         limit = <real_t>200
@@ -335,7 +335,7 @@ cdef inline real_t lifted(real_t x) noexcept nogil:
         wide = bits_f64(x) & 0x7fffffffffffffffu
         y = (f64_bits(wide | 0x4330000000000000u) - <real_t>4503599627370496) * F64_LIFTED_QUANTUM
         y = y if wide < 0x0010000000000000u else f64_bits(wide + (<uint64_t>511 << 52))
-    return with_sign(y, x)
+    return signed_like(y, x)
 
 
 cdef inline real_t settled(real_t y) noexcept nogil:
@@ -351,7 +351,7 @@ cdef inline real_t settled(real_t y) noexcept nogil:
         wide = bits_f64(y) & 0x7fffffffffffffffu
         x = f64_bits(bits_f64(f64_bits(wide) * F64_QUANTA + <real_t>4503599627370496) - 0x4330000000000000u)
         x = x if wide < <uint64_t>512 << 52 else f64_bits(wide - (<uint64_t>511 << 52))
-    return with_sign(x, y)
+    return signed_like(x, y)
 
 
 cdef inline real_t settled_where(real_t mark, real_t y) noexcept nogil:
@@ -384,10 +384,10 @@ cdef inline bint split_row(real_t one, Py_ssize_t count,
         # Either sign bit tells.
         if real_t is float:
             narrow |= ~high_f32(<real_t>grad_hy[j], <real_t>grad_cy[j])
-            narrow |= FAST_LIMIT_F32 - (bits_f32(<real_t>cy[j]) & 0x7fffffffu)
+            narrow |= FAST_LIMIT_F32 - bits_f32(magnitude_of(<real_t>cy[j]))
         else:
             wide |= ~high_f64(<real_t>grad_hy[j], <real_t>grad_cy[j])
-            wide |= FAST_LIMIT_F64 - (bits_f64(<real_t>cy[j]) & 0x7fffffffffffffffu)
+            wide |= FAST_LIMIT_F64 - bits_f64(magnitude_of(<real_t>cy[j]))
     return (narrow >> 31 == 0) if real_t is float else (wide >> 63 == 0)
 
 
@@ -473,11 +473,11 @@ cdef bint has_large_cell(real_t one, Py_ssize_t count, row_t cy) noexcept nogil:
     cdef uint64_t wide = 0
     for j in range(count):
         if real_t is float:
-            narrow |= <uint32_t>(bits_f32(<real_t>cy[j]) << 1 > FAST_LIMIT_F32 << 1) & <uint32_t>(
-                bits_f32(<real_t>cy[j]) << 1 < 0xff000000u)
+            narrow |= <uint32_t>(bits_f32(magnitude_of(<real_t>cy[j])) > FAST_LIMIT_F32) & <uint32_t>(
+                bits_f32(magnitude_of(<real_t>cy[j])) < 0x7f800000u)
         else:
-            wide |= <uint64_t>(bits_f64(<real_t>cy[j]) << 1 > FAST_LIMIT_F64 << 1) & <uint64_t>(
-                bits_f64(<real_t>cy[j]) << 1 < 0xffe0000000000000u)
+            wide |= <uint64_t>(bits_f64(magnitude_of(<real_t>cy[j])) > FAST_LIMIT_F64) & <uint64_t>(
+                bits_f64(magnitude_of(<real_t>cy[j])) < 0x7ff0000000000000u)
     return (narrow != 0) if real_t is float else (wide != 0)
 
 
@@ -818,20 +818,6 @@ cdef inline int fast_row(real_t one, row_t kind, bint eager, const Buffers* buff
     return found
 
 
-cdef void repair_row(real_t one, row_t kind, const Call* call, Py_ssize_t count, real_t** source,            # IN
-                     real_t** target) noexcept nogil:                                                        # INOUT
-    """What the fast path does not treat: Inf, NaN, large |cy|."""
-    # Under the operator's rule only a large |cy| needs other arithmetic; what Inf and NaN give is NaN in any case.
-    if not call.nonfinite_nan or has_large_cell(one, count, <row_t>source[3]):
-        careful_row(one, count, <row_t>source[0], <row_t>source[1], <row_t>source[2],
-                    <row_t>source[3], <row_t>source[4], <row_t>source[5], <row_t>source[6], <row_t>source[7],
-                    <row_t>target[0], <row_t>target[1], <row_t>target[2], <row_t>target[3], <row_t>target[4])
-    if call.nonfinite_nan:
-        poison_row(one, count, <row_t>source[0], <row_t>source[1], <row_t>source[2],
-                   <row_t>source[3], <row_t>source[4], <row_t>source[5], <row_t>source[6], <row_t>source[7],
-                   <row_t>target[0], <row_t>target[1], <row_t>target[2], <row_t>target[3], <row_t>target[4])
-
-
 cdef void row_with_care(real_t one, row_t kind, const Call* call, const Buffers* buffers, int found, Py_ssize_t lead,
                         Py_ssize_t count, real_t** source,                                                   # IN
                         real_t** target) noexcept nogil:                                                     # INOUT
@@ -839,7 +825,9 @@ cdef void row_with_care(real_t one, row_t kind, const Call* call, const Buffers*
     cdef row_t lifted = <row_t>buffers.lifted
     cdef row_t mark = lifted + 2 * buffers.pitch
     cdef real_t* gradient[2]
-    cdef bint low = found & LEFT_OUT and has_low_gradients(one, count, <row_t>source[0], <row_t>source[1])
+    cdef bint left_out = found & LEFT_OUT
+    cdef bint low = left_out and has_low_gradients(one, count, <row_t>source[0], <row_t>source[1])
+    cdef bint large = left_out and has_large_cell(one, count, <row_t>source[3])
     cdef Py_ssize_t k
     if low:
         lift_row(one, count, <row_t>source[0], <row_t>source[1], <row_t>source[2], <row_t>source[3],
@@ -848,10 +836,17 @@ cdef void row_with_care(real_t one, row_t kind, const Call* call, const Buffers*
         for k in range(2):
             gradient[k] = source[k]
             source[k] = <real_t*>lifted + k * buffers.pitch
-    if found & LEFT_OUT:
+    if left_out:
         found = fast_row(one, kind, False, buffers, NULL, lead, count, source, target)
-    if found or has_large_cell(one, count, <row_t>source[3]):
-        repair_row(one, kind, call, count, source, target)
+    # Under the operator's rule only a large |cy| needs other arithmetic; what Inf and NaN give is NaN in any case.
+    if large or (found and not call.nonfinite_nan):
+        careful_row(one, count, <row_t>source[0], <row_t>source[1], <row_t>source[2],
+                    <row_t>source[3], <row_t>source[4], <row_t>source[5], <row_t>source[6], <row_t>source[7],
+                    <row_t>target[0], <row_t>target[1], <row_t>target[2], <row_t>target[3], <row_t>target[4])
+    if (large or found) and call.nonfinite_nan:
+        poison_row(one, count, <row_t>source[0], <row_t>source[1], <row_t>source[2],
+                   <row_t>source[3], <row_t>source[4], <row_t>source[5], <row_t>source[6], <row_t>source[7],
+                   <row_t>target[0], <row_t>target[1], <row_t>target[2], <row_t>target[3], <row_t>target[4])
     if low:
         settle_row(one, count, mark, <row_t>target[0], <row_t>target[1], <row_t>target[2], <row_t>target[3],
                    <row_t>target[4])
