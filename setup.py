@@ -105,7 +105,7 @@ def extensions():
         flags += [f"-fsanitize={sanitize}", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"]
         flags.append("-fno-wrapv")  # Python's own flags hold -fwrapv, with which an overflow is no finding
         link_flags += [f"-fsanitize={sanitize}"]
-    sources = {name: (name.removeprefix("_"), [], []) for name in ("_features", "_arguments", "_api")}
+    sources = {name: (name.removeprefix("_"), [], []) for name in ("_features", "_arguments", "_api", "_exchange")}
     for level, (machines, level_flags) in ISA_LEVELS.items():
         if machines is None or platform.machine() in machines:
             sources[f"_kernel_{level}"] = (f"kernel_{level}", level_flags, KERNEL_MACROS)

@@ -22,22 +22,22 @@ from __future__ import annotations
 import functools
 import importlib.util
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from lstmcell_bwd import lstm_cell_backward, lstm_cell_forward
 from lstmcell_bwd._api import choose_threads
 from lstmcell_bwd._arguments import bad_argument, wrong_dtype, wrong_rank, wrong_shape, wrong_type
+from lstmcell_bwd._exchange import array_of, connect
 from lstmcell_bwd.errors import UnsupportedDtypeError
 
 if importlib.util.find_spec("torch") is None:
     raise ModuleNotFoundError("lstmcell_bwd.torch needs PyTorch: pip install 'lstmcell_bwd[torch]'", name="torch")
 
 import torch
-from torch import Tensor, addmm, mm
+from torch import Tensor, addmm, empty_like, mm
 from torch.nn.functional import linear
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["LSTMCell", "lstm_cell"]
 
@@ -58,17 +58,21 @@ def _bfloat16() -> Any:
     return bfloat16
 
 
-_contiguous_like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+def _array_by_method(tensor: Tensor) -> Any:
+    """Return the array that has the memory of a tensor, by the tensor's own means."""
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(_bfloat16())
+    return tensor.numpy()
 
 
-def _bits(tensor: Tensor) -> Any:
-    """Return the array that has the memory of a bfloat16 tensor."""
-    return tensor.view(torch.int16).numpy().view(_bfloat16())
+connect(Tensor, _array_by_method)
 
 
-def _array(tensor: Tensor) -> Callable[[Tensor], Any]:
-    """Return what makes an array of the memory of a tensor of this dtype."""
-    return _bits if tensor.dtype is torch.bfloat16 else Tensor.numpy
+def _contiguous_like(tensor: Tensor) -> Tensor:
+    """Allocate a tensor of the same shape and dtype, its rows one after another."""
+    if tensor.is_contiguous():
+        return empty_like(tensor)
+    return empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def _threads(cx: Tensor) -> int:
@@ -80,15 +84,14 @@ def _threads(cx: Tensor) -> int:
 def _forward_on_cpu(
     input_gates: Tensor, hidden_gates: Tensor, cx: Tensor, input_bias: Tensor | None, hidden_bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    array = _array(cx)
     hy, cy, gates = results = _forward_shapes(input_gates, hidden_gates, cx, input_bias, hidden_bias)
     lstm_cell_forward(
-        array(input_gates),
-        array(hidden_gates),
-        array(cx),
-        None if input_bias is None else array(input_bias),
-        None if hidden_bias is None else array(hidden_bias),
-        out=(array(hy), array(cy), array(gates)),
+        array_of(input_gates),
+        array_of(hidden_gates),
+        array_of(cx),
+        None if input_bias is None else array_of(input_bias),
+        None if hidden_bias is None else array_of(hidden_bias),
+        out=(array_of(hy), array_of(cy), array_of(gates)),
         device="cpu",
         num_threads=_threads(cx),
     )
@@ -112,9 +115,8 @@ def _forward_shapes(
 def _backward_on_cpu(
     grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, gates: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    array = _array(cx)
     grad_gates, grad_cx, grad_bias = results = _backward_shapes(grad_hy, grad_cy, cx, cy, gates, has_bias)
-    out = array(grad_gates), array(grad_cx), array(grad_bias) if has_bias else None
+    out = array_of(grad_gates), array_of(grad_cx), array_of(grad_bias) if has_bias else None
     _run_backward(grad_hy, grad_cy, cx, cy, gates, has_bias, out)
     return results
 
@@ -129,13 +131,12 @@ def _run_backward(
     out: tuple[Any, Any, Any],
 ) -> None:
     """Run the backward kernel on CPU tensors; its outputs are arrays."""
-    array = _array(cx)
     lstm_cell_backward(
-        None if grad_hy is None else array(grad_hy),
-        None if grad_cy is None else array(grad_cy),
-        array(cx),
-        array(cy),
-        array(gates),
+        None if grad_hy is None else array_of(grad_hy),
+        None if grad_cy is None else array_of(grad_cy),
+        array_of(cx),
+        array_of(cy),
+        array_of(gates),
         has_bias,
         out=out,
         device="cpu",
@@ -186,12 +187,22 @@ _forward = torch.ops.lstmcell_bwd.lstm_cell_forward.default
 _backward = torch.ops.lstmcell_bwd.lstm_cell_backward.default
 
 
-_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 
-def _plain(cx: Tensor, *others: Tensor | None) -> bool:
-    """Whether the dispatcher would go straight to the CPU's kernel: no subclasses, and no mode that wants to know."""
-    return cx.is_cpu and not _modes() and {type(cx), *map(type, others)} <= _PLAIN
+def _plain(*tensors: Tensor | None) -> bool:
+    """Whether the dispatcher would go straight to the CPU's kernel.
+
+    That is where no mode wants to know, and tensors are no subclasses, on the CPU, and what their memory says.
+    """
+    if _modes():
+        return False
+    for tensor in tensors:
+        if tensor is not None and (
+            type(tensor) not in _TYPES or not tensor.is_cpu or tensor.is_neg() or tensor._is_zerotensor()
+        ):
+            return False
+    return True
 
 
 class _Cell(torch.autograd.Function):
@@ -210,7 +221,7 @@ class _Cell(torch.autograd.Function):
         input_bias: Tensor | None,
         hidden_bias: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if _plain(cx, input_gates):
+        if _plain(input_gates, hidden_gates, cx, input_bias, hidden_bias):
             hy, cy, gates = _forward_on_cpu(input_gates, hidden_gates, cx, input_bias, hidden_bias)
         else:
             with torch._C._AutoDispatchBelowAutograd():
@@ -327,8 +338,9 @@ class _Sums:
         self.grad_bias: Any = None  # (steps, 4*H)
         self.arrays: tuple[Any, ...] = ()  # of the same memory
         self.places: list[tuple[Any, ...]] = []  # what of them is one step's; made once, used again and again
+        self.stacks: list[Any] = [None, None]  # (steps * N, I) and (steps * N, H), for the factors of a product
         self.factors: list[tuple[Tensor | None, ...]] = []  # input and hx of the steps whose products are still to come
-        self.versions: list[list[int]] = []
+        self.versions: list[tuple[int, ...]] = []
 
     def add(
         self,
@@ -340,24 +352,24 @@ class _Sums:
         factors: tuple[Tensor | None, ...],
     ) -> tuple[Tensor, Tensor]:
         """Run the kernel for a step; return the gradients of its gates and of cx."""
-        number, has_bias, array = len(self.factors), self.wanted[2] or self.wanted[3], _array(cx)
+        number, has_bias = len(self.factors), self.wanted[2] or self.wanted[3]
         if self.shape != gates.shape or number == self.room:
             self._multiply()
             number = 0
             if self.shape != gates.shape:
-                self.shape, self.places = gates.shape, []
+                self.shape, self.places, self.stacks = gates.shape, [], [None, None]
                 self.room = max(1, min(self.steps, _ROWS // max(1, self.shape[0])))
                 self.grad_gates = gates.new_empty(self.room, *self.shape)
                 self.grad_bias = gates.new_empty(self.room, self.shape[1])
-                self.arrays = array(self.grad_gates), array(self.grad_bias)
+                self.arrays = array_of(self.grad_gates), array_of(self.grad_bias)
         if number == len(self.places):
             self.places.append((self.grad_gates[number], *(block[number] for block in self.arrays)))
         grad_gates, of_gates, of_bias = self.places[number]
         grad_cx = _contiguous_like(cx)
-        out = of_gates, array(grad_cx), of_bias if has_bias else None
+        out = of_gates, array_of(grad_cx), of_bias if has_bias else None
         _run_backward(grad_hy, grad_cy, cx, cy, gates, has_bias, out)
         self.factors.append(factors)
-        self.versions.append(_versions(factors))
+        self.versions.append(_versions(*factors))
         return grad_gates, grad_cx
 
     def _multiply(self) -> None:
@@ -365,22 +377,33 @@ class _Sums:
         steps = len(self.factors)
         if not steps:
             return
-        if self.versions != [_versions(factors) for factors in self.factors]:
+        if self.versions != [_versions(*factors) for factors in self.factors]:
             msg = "an input or a hidden state was changed in place while the backward pass still needed it"
             raise RuntimeError(msg)
         grad_gates = self.grad_gates[:steps].flatten(0, 1).t()
         for k, factors in enumerate(zip(*self.factors, strict=True)):
             if self.wanted[k]:
-                factor, total = torch.cat(factors), self.weights[k]
+                if self.stacks[k] is None:
+                    self.stacks[k] = factors[0].new_empty(self.room * self.shape[0], factors[0].shape[1])
+                factor = torch.cat(factors, out=self.stacks[k][: steps * self.shape[0]])
+                total = self.weights[k]
                 if total is None:
                     self.weights[k] = mm(grad_gates, factor, out=factor.new_empty(grad_gates.shape[0], factor.shape[1]))
                 else:
                     addmm(total, grad_gates, factor, out=total)
-        if self.wanted[2] or self.wanted[3]:  # one after the other: the same bits for every number of threads
-            for grad_bias in self.grad_bias[:steps]:
-                self.bias = grad_bias.clone() if self.bias is None else self.bias.add_(grad_bias)
+        if self.wanted[2] or self.wanted[3]:
+            self._add_bias(steps)
         self.factors.clear()
         self.versions.clear()
+
+    def _add_bias(self, steps: int) -> None:
+        """Add the steps' gradients of the bias, one after the other: the same bits for every number of threads."""
+        first = 0
+        if self.bias is None:
+            self.bias, first = self.grad_bias[0].clone(), 1
+        total = array_of(self.bias)
+        for grad_bias in self.arrays[1][first:steps]:
+            np.add(total, grad_bias, out=total)
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of all four parameters."""
@@ -388,9 +411,9 @@ class _Sums:
         return (*self.weights, *(self.bias if wanted else None for wanted in self.wanted[2:]))
 
 
-def _versions(factors: tuple[Tensor | None, ...]) -> list[int]:
+def _versions(input: Tensor | None, hx: Tensor | None) -> tuple[int, int]:
     """Return the numbers that tell whether a tensor was changed in place."""
-    return [-1 if factor is None else factor._version for factor in factors]
+    return -1 if input is None else input._version, -1 if hx is None else hx._version
 
 
 class _Total(torch.autograd.Function):
@@ -501,7 +524,7 @@ class _Step(torch.autograd.Function):
             and grad_activated is None
             and not _recording()
             and not _transforming()
-            and _plain(cx, gates, grad_hy, grad_cy)
+            and _plain(grad_hy, grad_cy)
             and _current_pass() >= 0
         ):
             sums, owner = ctx.shared.sums()
@@ -523,33 +546,6 @@ _recorded_step = super(torch.autograd.Function, _Step).apply
 
 
 # ---- the cell -------------------------------------------------------------------------------------------------------
-
-
-def _fit(
-    input: Tensor,
-    hx: Tensor,
-    cx: Tensor,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias_ih: Tensor | None,
-    bias_hh: Tensor | None,
-) -> bool:
-    """Whether `_check` would find nothing, as far as that can be seen at once: CPU tensors of one dtype."""
-    try:
-        dtype, (batch, hidden), (rows, size) = cx.dtype, cx.shape, input.shape
-        width = 4 * hidden
-        return (
-            rows == batch
-            and hx.shape == (batch, hidden)
-            and weight_ih.shape == (width, size)
-            and weight_hh.shape == (width, hidden)
-            and input.dtype is hx.dtype is weight_ih.dtype is weight_hh.dtype is dtype
-            and input.is_cpu and hx.is_cpu and cx.is_cpu and weight_ih.is_cpu and weight_hh.is_cpu
-            and (bias_ih is None or (bias_ih.shape == (width,) and bias_ih.dtype is dtype and bias_ih.is_cpu))
-            and (bias_hh is None or (bias_hh.shape == (width,) and bias_hh.dtype is dtype and bias_hh.is_cpu))
-        )  # fmt: skip
-    except (AttributeError, TypeError, ValueError):
-        return False
 
 
 def _check(
@@ -647,23 +643,30 @@ def lstm_cell(
     compiled autograd are not supported.
     """
     state, cx = hx
-    compiling = torch.compiler.is_compiling()
-    plain = not compiling and _fit(input, state, cx, weight_ih, weight_hh, bias_ih, bias_hh)
-    if not plain:
-        _check(input, state, cx, weight_ih, weight_hh, bias_ih, bias_hh)
-    elif (
-        not _transforming()
-        and _plain(cx, input, state, weight_ih, weight_hh, bias_ih, bias_hh)
+    compiling, failure = torch.compiler.is_compiling(), None
+    if (
+        not compiling
+        and {type(input), type(state), type(cx), type(weight_ih), type(weight_hh)} <= _TYPES
+        and input.is_cpu and state.is_cpu and weight_ih.is_cpu and weight_hh.is_cpu
+        and state.shape == cx.shape
+        and _plain(cx, bias_ih, bias_hh)
+        and not _transforming()
         and not torch.is_autocast_enabled("cpu")
-    ):
-        shared = _share(weight_ih, weight_hh, bias_ih, bias_hh) if _recording() else None
-        total = None if shared is None else shared.total
-        hy, cy, _ = _recorded_step(shared, total, input, state, cx, weight_ih, weight_hh, bias_ih, bias_hh)
-        return hy, cy
-    input_gates, hidden_gates = linear(input, weight_ih), linear(state, weight_hh)
-    if not plain or input_gates.dtype is not cx.dtype:  # as autocast wants the products
-        input_gates, hidden_gates = input_gates.to(cx.dtype), hidden_gates.to(cx.dtype)
-        bias_ih, bias_hh = (bias if bias is None else bias.to(cx.dtype) for bias in (bias_ih, bias_hh))
+    ):  # fmt: skip
+        try:
+            shared = _share(weight_ih, weight_hh, bias_ih, bias_hh) if _recording() else None
+            total = None if shared is None else shared.total
+            hy, cy, _ = _recorded_step(shared, total, input, state, cx, weight_ih, weight_hh, bias_ih, bias_hh)
+        except Exception as error:  # what did not fit is looked for only now: it takes as long as much of the rest
+            failure = error
+        else:
+            return hy, cy
+    _check(input, state, cx, weight_ih, weight_hh, bias_ih, bias_hh)
+    if failure is not None:
+        raise failure
+    input_gates = linear(input, weight_ih).to(cx.dtype)  # as autocast wants the products
+    hidden_gates = linear(state, weight_hh).to(cx.dtype)
+    bias_ih, bias_hh = (bias if bias is None else bias.to(cx.dtype) for bias in (bias_ih, bias_hh))
     if compiling:
         hy, cy, _ = _forward(input_gates, hidden_gates, cx, bias_ih, bias_hh)
     elif _transforming():

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import unittest.mock
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ import lstmcell_bwd
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from lstmcell_bwd._exchange import connect  # noqa: E402
 from lstmcell_bwd.torch import LSTMCell, lstm_cell  # noqa: E402
 
 # PyTorch warns of what it calls itself.
@@ -747,6 +749,68 @@ def test_layouts_have_the_same_bits(dtype, layout):
         results.append([hy, cy, *torch.autograd.grad((hy, cy), leaves, [view(gradient) for gradient in gradients])])
     for wanted, result in zip(*results, strict=True):
         assert torch.equal(wanted, result)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_arrays_by_the_tensors_own_method(monkeypatch, calls, dtype):
+    """As with an older PyTorch, which has no table of C functions: the same arrays, the same results."""
+
+    class NoTable:
+        """A type without one."""
+
+    given = operands(dtype)
+    gradients = torch.randn(2, BATCH, HIDDEN).to(dtype).unbind()
+    runs = []
+    for kind in (torch.Tensor, NoTable):
+        monkeypatch.setattr(module, "_array_by_method", recorded := unittest.mock.Mock(wraps=module._array_by_method))
+        connect(kind, recorded)
+        try:
+            hy, cy, _ = forward(*given)
+            runs.append([hy, cy, *torch.autograd.grad((hy, cy), given, gradients)])
+        finally:
+            connect(torch.Tensor, recorded._mock_wraps)
+    assert recorded.call_count == 16
+    places = [[place_of(array) for array in arrays if isinstance(array, np.ndarray)] for _, arrays, _ in calls]
+    assert places[0] == places[2]
+    assert places[1][2] == places[3][2]
+    for wanted, result in zip(*runs, strict=True):
+        assert torch.equal(wanted, result)
+
+
+def negated(tensor):
+    """Return equal values whose memory has them with the other sign."""
+    result = torch.imag(torch.complex(torch.zeros_like(tensor), -tensor).conj())
+    assert result.is_neg()
+    return result
+
+
+# What a tensor's memory does not say: that its numbers have the other sign, or that they are all 0 and there is none.
+@pytest.mark.parametrize(
+    "name", ["input", "hx", "cx", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "grad_hy", "grad_cy"]
+)
+@pytest.mark.parametrize("kind", ["negated", "zeros"])
+@pytest.mark.parametrize("operators", [True, False], ids=["operators", "cell"])
+def test_tensors_that_are_not_what_their_memory_says(operators, kind, name):
+    names = ["input", "hx", "cx", "weight_ih", "weight_hh", "bias_ih", "bias_hh", "grad_hy", "grad_cy"]
+    given = [*(tensor.detach() for tensor in arguments(torch.float32)), *torch.randn(2, BATCH, HIDDEN).unbind()]
+    k = names.index(name)
+    results = []
+    for plain in (True, False):
+        values = list(given)
+        if kind == "zeros":
+            values[k] = torch.zeros_like(given[k]) if plain else torch._efficientzerotensor(given[k].shape)
+        elif not plain:
+            values[k] = negated(given[k])
+        leaves = [value.requires_grad_() if value.is_leaf else value for value in values[:7]]
+        if operators:
+            products = [torch.nn.functional.linear(values[j], values[j + 3]) for j in (0, 1)]
+            hy, cy, _ = forward(*products, values[2], *values[5:7])
+        else:
+            hy, cy = called(*values[:7])
+        wanted = [leaf for j, leaf in enumerate(leaves) if j != k]
+        results.append([hy, cy, *torch.autograd.grad((hy, cy), wanted, values[7:])])
+    for expected, result in zip(*results, strict=True):
+        torch.testing.assert_close(result, expected)
 
 
 def test_values_are_those_of_the_package():
