@@ -233,7 +233,7 @@ ctypedef struct ForwardBuffers: # of one thread; rows are `pitch` elements apart
     char* blocks                # [FORWARD_SOURCES, BLOCK_ROWS] inputs that are read a column at a time
     char* stage                 # [FORWARD_TARGETS]             outputs that cannot be written where they go
     char* halves                # [1]                           a row of float16 or bfloat16 on its way past the cache
-    lstmcell_carry* carry       # [RUN_ROWS, FORWARD_TARGETS]   what waits for the rest of its 64-byte line
+    lstmcell_carry* carry       # [RUN_ROWS, FORWARD_TARGETS]   what waits for the other part of its 64-byte line
     char* bias                  # [2, GATES * hidden]           the biases' sum, what rounding added; all threads'
     Py_ssize_t pitch
     Py_ssize_t block_row        # the first row of `blocks`
@@ -313,11 +313,12 @@ cdef void forward_row(real_t one, row_t kind, const Call* call, const ForwardBuf
 
 
 cdef void forward_tile(real_t one, row_t kind, const Call* call, const ForwardBuffers* buffers, Ahead ahead,
-                       Py_ssize_t first_row, Py_ssize_t rows, Py_ssize_t column, Py_ssize_t count,
+                       Py_ssize_t first_row, Py_ssize_t rows, Py_ssize_t column, Py_ssize_t count, bint first,
                        bint last) noexcept nogil:
     """A run of rows by `count` columns."""
     cdef real_t* target[FORWARD_TARGETS]
     cdef const Plane* plane
+    cdef lstmcell_carry* carry
     cdef Py_ssize_t r, k
     for r in range(rows):
         for k in range(FORWARD_TARGETS):
@@ -331,8 +332,10 @@ cdef void forward_tile(real_t one, row_t kind, const Call* call, const ForwardBu
             next_row(call, &ahead)
         if call.staged:
             for k in range(FORWARD_TARGETS):
-                unpack_row(one, &call.target[k], call.storage, first_row + r, column, count, call.streaming, False,
-                           last, target[k], buffers.halves, buffers.carry + r * FORWARD_TARGETS + k, NULL)
+                carry = buffers.carry + r * FORWARD_TARGETS + k
+                unpack_row(one, &call.target[k], call.storage, first_row + r, column, count, call.streaming,
+                           IN_PART if first else WHOLE, IN_PART if last else WAITS, target[k], buffers.halves, carry,
+                           carry)
 
 
 # ---- pieces and threads -----------------------------------------------------------------------------------------
@@ -358,7 +361,7 @@ cdef void forward_block(real_t one, row_t kind, const Call* call, const ForwardB
                 count = min(block + block_columns - column, call.tile)
                 forward_tile(one, kind, call, buffers, ahead_of(call, row, column + count, first_column, columns), row,
                              min(<Py_ssize_t>RUN_ROWS, end_row - row), first_column + column, count,
-                             column + count == block + block_columns)
+                             column == block, column + count == block + block_columns)
                 column += count
             row += RUN_ROWS
         block += block_columns
@@ -390,8 +393,6 @@ cdef void forward_item(const Call* call, Py_ssize_t item, char* block) noexcept 
     buffers.halves = buffers.stage + FORWARD_TARGETS * buffers.pitch * width
     buffers.carry = <lstmcell_carry*>(buffers.halves + buffers.pitch * width)
     buffers.bias = call.scratch
-    if call.streaming:
-        memset(buffers.carry, 0, RUN_ROWS * FORWARD_TARGETS * sizeof(lstmcell_carry))
     if call.storage == STORAGE_FLOAT64:
         forward_piece(<double>1, <f64_row>NULL, call, &buffers, first_row, end_row, first_column, columns)
     else:

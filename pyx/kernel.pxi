@@ -69,8 +69,12 @@ cdef extern from "simd.h" nogil:
                        Py_ssize_t pitch)
     ctypedef struct lstmcell_carry:
         pass
-    void stream_bytes(char* target, char* source, Py_ssize_t count, bint keep_head, bint last, lstmcell_carry* carry,
-                      lstmcell_carry* next)
+    ctypedef enum Edge "lstmcell_edge":
+        IN_PART "LSTMCELL_IN_PART"
+        WAITS "LSTMCELL_WAITS"
+        WHOLE "LSTMCELL_WHOLE"
+    void stream_bytes(char* target, const char* source, Py_ssize_t count, Edge first, Edge last, lstmcell_carry* own,
+                      lstmcell_carry* after)
     void stream_fence()
     void prefetch_bytes(const char* p, Py_ssize_t count)
     uint64_t fp_state_enter()
@@ -642,9 +646,9 @@ cdef void pack_block(real_t one, const Plane* plane, Storage storage, Py_ssize_t
                 target[r * pitch + k] = line[r]
 
 
-cdef void unpack_row(real_t one, const Plane* plane, Storage storage, Py_ssize_t row, Py_ssize_t column,
-                     Py_ssize_t count, bint streaming, bint keep_head, bint last, real_t* source,            # IN
-                     char* halves, lstmcell_carry* carry, lstmcell_carry* next) noexcept nogil:              # SCRATCH
+cdef inline void unpack_row(real_t one, const Plane* plane, Storage storage, Py_ssize_t row, Py_ssize_t column,
+                     Py_ssize_t count, bint streaming, Edge first, Edge last, real_t* source,                # IN
+                     char* halves, lstmcell_carry* own, lstmcell_carry* after) noexcept nogil:               # SCRATCH
     """Writes one row segment from the stage: the one place where staged results leave the tile."""
     cdef char* p = plane.data + row * plane.row_stride + column * plane.column_stride
     cdef Py_ssize_t step = plane.column_stride
@@ -659,7 +663,7 @@ cdef void unpack_row(real_t one, const Plane* plane, Storage storage, Py_ssize_t
             else:
                 f32_row_to_bf16(source, packed, count)
     if streaming:
-        stream_bytes(p, packed, count * size, keep_head, last, carry, next)
+        stream_bytes(p, packed, count * size, first, last, own, after)
     elif step != size:
         for j in range(count):
             memcpy(p + j * step, packed + j * size, size)
@@ -677,11 +681,12 @@ ctypedef struct Buffers:        # of one thread; rows are `pitch` elements apart
     char* blocks                # [SOURCES, BLOCK_ROWS]        inputs that are read a column at a time
     char* stage                 # [RUN_ROWS, TARGETS]          outputs that cannot be written where they go
     char* halves                # [1]                          a row of float16 or bfloat16 on its way past the cache
-    lstmcell_carry* carry       # [RUN_ROWS, TARGETS]          what waits for the rest of its 64-byte line
+    lstmcell_carry* carry       # [RUN_ROWS, TARGETS]          what waits for the other part of its 64-byte line
     char* sums                  # [depth of the tree][1 + pairs][GATES, strip] float64
     Py_ssize_t pitch
     Py_ssize_t block_row        # the first row of `blocks`
-    Py_ssize_t end_row          # of the piece at hand
+    Py_ssize_t first_row        # of the piece at hand
+    Py_ssize_t end_row          # likewise
 
 
 ctypedef struct Ahead:                  # the later tile whose inputs are asked for
@@ -854,16 +859,35 @@ cdef void row_with_care(real_t one, row_t kind, const Call* call, const Buffers*
             source[k] = gradient[k]
 
 
-cdef inline lstmcell_carry* next_carry(const Call* call, const Buffers* buffers, Py_ssize_t first_row, Py_ssize_t r,
-                                       Py_ssize_t k) noexcept nogil:
-    """What belongs to the output row that follows the k-th of row r of a run in memory; NULL for none of this piece."""
-    if not call.joined:
-        return NULL
-    if k < GATES - 1:
-        return buffers.carry + r * TARGETS + k + 1
-    if first_row + r + 1 >= buffers.end_row:
-        return NULL
-    return buffers.carry + (r + 1) % RUN_ROWS * TARGETS + (0 if k < GATES else k)
+cdef void stream_row(real_t one, const Call* call, const Buffers* buffers, Py_ssize_t first_row, Py_ssize_t r,
+                     Py_ssize_t rows, Py_ssize_t column, Py_ssize_t count, bint first, bint last,            # IN
+                     real_t** source) noexcept nogil:                                                        # OUT
+    """Writes one tile's part of row r of a run of `rows` from the stage.
+
+    Where rows are joined, the end of one shares a line with the beginning of the next. Within a run beginnings come
+    before ends, and wait; but if a tile is a whole row, its end comes before the beginning of the next, and waits. So
+    does the end of a run for the next one.
+    """
+    cdef lstmcell_carry* own
+    cdef lstmcell_carry* after
+    cdef Edge start, end
+    cdef Py_ssize_t k
+    for k in range(TARGETS):
+        own = after = buffers.carry + r * TARGETS + k
+        start = IN_PART if first else WHOLE
+        end = IN_PART if last else WAITS
+        if call.joined and first and (0 < k < GATES or r > 0):
+            start = WHOLE if last else WAITS
+        elif call.joined and first and first_row > buffers.first_row:
+            start = WHOLE
+        if call.joined and last and (k < GATES - 1 or r < rows - 1):
+            after += 1 if k < GATES - 1 else TARGETS - (k if k < GATES else 0)
+            end = WAITS if first else WHOLE
+        elif call.joined and last and first_row + rows < buffers.end_row:
+            after = buffers.carry + (0 if k < GATES else k)
+            end = WAITS
+        unpack_row(one, &call.target[k], call.storage, first_row + r, column, count, call.streaming, start, end,
+                   source[k], buffers.halves, own, after)
 
 
 cdef void add_tile(real_t one, row_t kind, const Call* call, Py_ssize_t first_row, Py_ssize_t lead, Py_ssize_t count,
@@ -890,11 +914,11 @@ cdef void add_tile(real_t one, row_t kind, const Call* call, Py_ssize_t first_ro
 
 cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* buffers, Ahead* ahead,
                        Py_ssize_t first_row, Py_ssize_t rows, Py_ssize_t column, Py_ssize_t count,
-                       Py_ssize_t lead, bint last,                                                           # IN
+                       Py_ssize_t lead, bint first, bint last,                                               # IN
                        double* sums) noexcept nogil:                                                         # INOUT
     """A run of rows by `count` columns; adds its gate gradients to the leaf's wide sums from this column on.
 
-    The `last` tile of a row has no other behind it.
+    The `first` tile of a row has no other before it, the `last` none behind it.
 
     `lead` columns in, arrays begin on a 64-byte line; buffers are made to do so, too.
     """
@@ -944,11 +968,7 @@ cdef void compute_tile(real_t one, row_t kind, const Call* call, const Buffers* 
         if found:
             row_with_care(one, kind, call, &shifted, found, lead, count, source, target[r])
         if call.staged:
-            for k in range(TARGETS):
-                unpack_row(one, &call.target[k], call.storage, first_row + r, column, count, call.streaming,
-                           call.joined and column == 0 and (r > 0 or 0 < k < GATES), last, target[r][k],
-                           buffers.halves, buffers.carry + r * TARGETS + k,
-                           next_carry(call, buffers, first_row, r, k) if last else NULL)
+            stream_row(one, call, buffers, first_row, r, rows, column, count, first, last, target[r])
         for k in range(SOURCES):
             source[k] = <real_t*>(<char*>source[k] + step[k])
     if call.has_bias:
@@ -1039,7 +1059,7 @@ cdef void compute_leaves(real_t one, row_t kind, const Call* call, const Buffers
                 compute_tile(one, kind, call, buffers, &ahead, row, min(<Py_ssize_t>RUN_ROWS, end_row - row),
                              first_column + column, count,
                              lead if column == 0 and call.storage < STORAGE_FLOAT16 else 0,
-                             column + count == block + block_columns, leaf_sums + column)
+                             column == block, column + count == block + block_columns, leaf_sums + column)
                 column += count
             row += RUN_ROWS
         block += block_columns
@@ -1070,6 +1090,7 @@ cdef void compute_piece(real_t one, row_t kind, const Call* call, Buffers* buffe
     cdef Py_ssize_t first = (piece.first_leaf - call.first_leaf) * LEAF_ROWS
     cdef Py_ssize_t depth = 0
     cdef Py_ssize_t group, row, k, merged
+    buffers.first_row = first
     buffers.end_row = min(first + (<Py_ssize_t>LEAF_ROWS << piece.level), call.batch)
     for group in range((<Py_ssize_t>1 << piece.level) // leaves):
         row = first + group * leaves * LEAF_ROWS
@@ -1121,8 +1142,6 @@ cdef void compute_item(const Call* call, Py_ssize_t item, char* block) noexcept 
     buffers.carry = <lstmcell_carry*>(buffers.halves + buffers.pitch * width)
     buffers.sums = <char*>(buffers.carry + RUN_ROWS * TARGETS)
     memset(buffers.zeros, 0, buffers.pitch * width)
-    if call.streaming:
-        memset(buffers.carry, 0, RUN_ROWS * TARGETS * sizeof(lstmcell_carry))
     if call.storage == STORAGE_FLOAT64:
         compute_piece(<double>1, <f64_row>NULL, call, &buffers, pieces[piece], first_column,
                       min(call.strip, call.hidden - first_column), nodes + piece * 2 * GATES * call.hidden)

@@ -223,59 +223,73 @@ static inline void stream_line(char *target, const char *source) {
 }
 #endif
 
-/* What waits for the rest of its 64-byte line: the `count` last bytes so far of a row, at the end of `bytes`, and its
- * `head_count` first ones, where the end of the row before it shares their line. */
+/* What waits for the other part of its 64-byte line, at the end and at the beginning of a row. */
 typedef struct {
-    char bytes[64];
-    char head[64];
-    Py_ssize_t count;
-    Py_ssize_t head_count;
+    char tail[64]; /* the last bytes */
+    char head[64]; /* the first ones */
 } lstmcell_carry;
 
-/* Writes `count` bytes that follow those of `carry`, past the cache in whole 64-byte lines of the target. What is left of
- * the last line waits in `carry` for the next call; if these are the `last` bytes of the row, it joins the head of the
- * `next` row, which follows in memory, or waits there for it, or is written as it is where there is none. Bytes before
- * the first line are written as they are, or wait if `keep_head`. Parts of a line are moved as 64 bytes, which takes one
- * instruction; the 64 bytes before and after the `count` at `source` are overwritten. */
-static inline void stream_bytes(char *target, char *source, Py_ssize_t count, int keep_head, int last,
-                                lstmcell_carry *carry, lstmcell_carry *next) {
+/* What becomes of a line that is shared with other data: it is written here, in part; the part that is here waits for the
+ * other; or the other part waits already, and the line is written whole. */
+typedef enum { LSTMCELL_IN_PART, LSTMCELL_WAITS, LSTMCELL_WHOLE } lstmcell_edge;
+
 #ifdef LSTMCELL_X86
-    Py_ssize_t b = 0, rest;
-    if (((uintptr_t)target & 63u) | (count & 63) | carry->count) {
-        memcpy(source - 64, carry->bytes, 64);
-        source -= carry->count;
-        target -= carry->count;
-        count += carry->count;
-        carry->count = 0;
-        b = (Py_ssize_t)(-(uintptr_t)target & 63u); /* the row's first bytes, not on a line */
-        if (b > count) b = count;
-        if (keep_head) {
-            memcpy(carry->head, source, 64);
-            carry->head_count = b;
-        } else {
-            memcpy(target, source, (size_t)b);
-        }
+/* Writes a line whose first `cut` bytes are those before `end`, and whose others are those from `start` on. Up to 64 more
+ * are read before `end` and on either side of `start`. */
+static inline void stream_joined(char *line, const char *end, const char *start, Py_ssize_t cut) {
+#ifdef __AVX512BW__
+    /* In a register: a load that meets two stores waits until both have left the processor, and so has all before them. */
+    _mm512_stream_si512((void *)line, _mm512_mask_loadu_epi8(_mm512_loadu_si512((const void *)(start - cut)),
+                                                             ((__mmask64)1 << cut) - 1, end - cut));
+#else
+    char bytes[128];
+    memcpy(bytes, end - 64, 64);
+    memcpy(bytes + 64, start, 64);
+    stream_line(line, bytes + 64 - cut);
+#endif
+}
+#endif
+
+/* Writes `count` bytes of a row past the cache, in whole 64-byte lines of the target. The first line, where the row's
+ * bytes do not begin it, is that of `own`; the last one is that of `after`, which is `own` if more of the row follows,
+ * else the row behind it. Up to 64 bytes before and after those at `source` are read. */
+static inline void stream_bytes(char *target, const char *source, Py_ssize_t count, lstmcell_edge first,
+                                lstmcell_edge last, lstmcell_carry *own, lstmcell_carry *after) {
+#ifdef LSTMCELL_X86
+    const Py_ssize_t cut = (Py_ssize_t)((uintptr_t)target & 63u);
+    Py_ssize_t b = -cut, rest;
+    char bytes[192];
+    if (first == LSTMCELL_WHOLE && cut + count < 64) { /* too little for a line: seen together with what waits */
+        memcpy(bytes, own->tail, 64);
+        memcpy(bytes + 64, source, (size_t)count);
+        source = bytes + 64 - cut;
+        target -= cut;
+        count += cut;
+        b = 0;
+    } else if (cut) {
+        if (first == LSTMCELL_WHOLE)
+            stream_joined(target - cut, own->tail + 64, source, cut);
+        else if (first == LSTMCELL_WAITS)
+            memcpy(own->head, source, 64);
+        else
+            memcpy(target, source, (size_t)(count < 64 - cut ? count : 64 - cut));
+        b += 64;
     }
 #pragma GCC unroll 4
     for (; b + 64 <= count; b += 64) stream_line(target + b, source + b);
     rest = count - b;
-    if (!rest) return;
-    if (last && !next) {
+    if (rest <= 0) return;
+    if (last == LSTMCELL_WHOLE)
+        stream_joined(target + b, source + count, after->head, rest);
+    else if (last == LSTMCELL_WAITS)
+        memcpy(after->tail, source + count - 64, 64);
+    else
         memcpy(target + b, source + b, (size_t)rest);
-    } else if (last && next->head_count) {
-        memcpy(source + count, next->head, 64);
-        next->head_count = 0;
-        stream_line(target + b, source + b);
-    } else {
-        lstmcell_carry *holder = last ? next : carry;
-        memcpy(holder->bytes, source + count - 64, 64);
-        holder->count = rest;
-    }
 #else
-    (void)keep_head;
+    (void)first;
     (void)last;
-    (void)carry;
-    (void)next;
+    (void)own;
+    (void)after;
     memcpy(target, source, (size_t)count);
 #endif
 }

@@ -483,9 +483,10 @@ def test_large_outputs_that_bypass_the_cache(isa, name, width, layout, offset):
         ("float64", 137, 40),
         ("float16", 64, 2),
         ("float16", 200, 62),
+        *itertools.product(["float16"], [145, 281], [2, 34, 60]),  # the last tile is shorter than a line
     ],
 )
-def test_rows_that_share_lines(name, width, offset):
+def test_rows_that_share_lines(isa, name, width, offset):
     """The end of one output row and the beginning of the next fill a line together, in one tile and in several."""
     check_past_the_cache(name, width, "contiguous", offset)
 
