@@ -384,7 +384,7 @@ cdef void forward_item(const Call* call, Py_ssize_t item, char* block) noexcept 
     cdef Py_ssize_t first_row = item // call.strips * rows
     cdef Py_ssize_t end_row = min(first_row + rows, call.batch)
     cdef ForwardBuffers buffers
-    # Each row has 64 bytes before it, for what is carried over.
+    # Each row has 64 bytes before it, which streaming may read.
     buffers.pitch = pitch_of(call, width)
     buffers.exponential = block + 64
     buffers.packed = buffers.exponential + 2 * buffers.pitch * width

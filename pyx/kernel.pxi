@@ -27,8 +27,9 @@
 #    what vanishing gradients become. So an element whose gradients are both below 2^-63 (2^-511 in float64) is computed
 #    from 2^63 (2^511) times their values, and its results are taken back; both ways by arithmetic on the bits. That
 #    depends on the element alone, not on its company, and a row without such gradients is left as it is.
-# e) Memory. Outputs that bypass the cache leave in whole 64-byte lines; inputs that come from memory are asked for a
-#    tile ahead, a part between each two loops, so that they travel while this tile is computed.
+# e) Memory. Outputs that bypass the cache leave in whole 64-byte lines, also where two rows share one; inputs that
+#    come from memory are asked for a tile ahead, a part between each two loops, so that they travel while this tile is
+#    computed.
 #
 # Arguments are marked IN or OUT. Cython turns `1 - y` into double arithmetic, hence the typed `one`; it also makes
 # the arithmetic type known beside the fused restrict pointers.
@@ -705,7 +706,7 @@ cdef inline Py_ssize_t lanes_of(real_t one) noexcept nogil:
 
 
 cdef inline Py_ssize_t pitch_of(const Call* call, Py_ssize_t width) noexcept nogil:
-    """A tile's widest row, space to begin it anywhere on a line, and 64 bytes before it for what is carried over."""
+    """A tile's widest row, space to begin it anywhere on a line, and the 64 bytes before it that streaming may read."""
     return call.tile + 4 * 64 // width
 
 
@@ -1129,7 +1130,7 @@ cdef void compute_item(const Call* call, Py_ssize_t item, char* block) noexcept 
     cdef Py_ssize_t first_column = item % call.strips * call.strip
     cdef Py_ssize_t piece = item // call.strips
     cdef Buffers buffers
-    # Each row has 64 bytes before it, for what is carried over. The pitch is no power of two, so that rows do not all
+    # Each row has 64 bytes before it, which streaming may read. The pitch is no power of two, so that rows do not all
     # compete for the same places of the cache.
     buffers.pitch = pitch_of(call, width)
     buffers.zeros = block + 64

@@ -229,16 +229,16 @@ typedef struct {
     char head[64]; /* the first ones */
 } lstmcell_carry;
 
-/* What becomes of a line that is shared with other data: it is written here, in part; the part that is here waits for the
- * other; or the other part waits already, and the line is written whole. */
+/* What becomes of a line that is shared with other data: the part that is here is written; or it waits for the other;
+ * or the other waits already, and the line is written whole. */
 typedef enum { LSTMCELL_IN_PART, LSTMCELL_WAITS, LSTMCELL_WHOLE } lstmcell_edge;
 
 #ifdef LSTMCELL_X86
-/* Writes a line whose first `cut` bytes are those before `end`, and whose others are those from `start` on. Up to 64 more
- * are read before `end` and on either side of `start`. */
+/* Writes a line whose first `cut` bytes are those before `end`, and whose others are those from `start` on. 64 bytes
+ * may be read before `end` and on either side of `start`. */
 static inline void stream_joined(char *line, const char *end, const char *start, Py_ssize_t cut) {
 #ifdef __AVX512BW__
-    /* In a register: a load that meets two stores waits until both have left the processor, and so has all before them. */
+    /* In a register: a load that meets two recent stores waits for both, and for all stores before them. */
     _mm512_stream_si512((void *)line, _mm512_mask_loadu_epi8(_mm512_loadu_si512((const void *)(start - cut)),
                                                              ((__mmask64)1 << cut) - 1, end - cut));
 #else
