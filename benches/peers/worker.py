@@ -21,8 +21,8 @@ __all__ = ["check", "serve"]
 
 # Others lose digits that this package keeps; what is looked for here is another formula, order or a missing output.
 TOLERANCE = 1e-3
-# The turns of ten other processes lie before each: long enough for caches and clock to be what they are in the long run.
-# With a fifth of it, calls from memory take up to 15 % more behind other systems than alone.
+# The turns of ten other processes lie before each: long enough for caches and clock to be what they are in the long
+# run. With a fifth of it, calls from memory take up to 15 % more behind other systems than alone.
 LEAST_SECONDS = 0.05
 
 
