@@ -402,8 +402,9 @@ class _Sums:
         if self.bias is None:
             self.bias, first = self.grad_bias[0].clone(), 1
         total = array_of(self.bias)
-        for grad_bias in self.arrays[1][first:steps]:
-            np.add(total, grad_bias, out=total)
+        with np.errstate(all="ignore"):  # PyTorch's own sums do not warn
+            for grad_bias in self.arrays[1][first:steps]:
+                np.add(total, grad_bias, out=total)
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of all four parameters."""
@@ -643,7 +644,7 @@ def lstm_cell(
     compiled autograd are not supported.
     """
     state, cx = hx
-    compiling, failure = torch.compiler.is_compiling(), None
+    compiling = torch.compiler.is_compiling()
     if (
         not compiling
         and {type(input), type(state), type(cx), type(weight_ih), type(weight_hh)} <= _TYPES
@@ -657,13 +658,11 @@ def lstm_cell(
             shared = _share(weight_ih, weight_hh, bias_ih, bias_hh) if _recording() else None
             total = None if shared is None else shared.total
             hy, cy, _ = _recorded_step(shared, total, input, state, cx, weight_ih, weight_hh, bias_ih, bias_hh)
-        except Exception as error:  # what did not fit is looked for only now: it takes as long as much of the rest
-            failure = error
-        else:
-            return hy, cy
+        except Exception:  # what does not fit is looked for only now: that takes as long as much of the rest
+            _check(input, state, cx, weight_ih, weight_hh, bias_ih, bias_hh)
+            raise
+        return hy, cy
     _check(input, state, cx, weight_ih, weight_hh, bias_ih, bias_hh)
-    if failure is not None:
-        raise failure
     input_gates = linear(input, weight_ih).to(cx.dtype)  # as autocast wants the products
     hidden_gates = linear(state, weight_hh).to(cx.dtype)
     bias_ih, bias_hh = (bias if bias is None else bias.to(cx.dtype) for bias in (bias_ih, bias_hh))

@@ -751,6 +751,22 @@ def test_layouts_have_the_same_bits(dtype, layout):
         assert torch.equal(wanted, result)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_that_are_not_finite_do_not_warn(dtype):
+    """Of gradients of both infinities, and of some that overflow, over the steps of a pass."""
+    given = arguments(dtype)
+    x, hx, cx, *parameters = given
+    first = lstm_cell(x, (hx, cx), *parameters)
+    second = lstm_cell(x, (hx, cx), *parameters)
+    large = torch.finfo(dtype).max
+    of_first = torch.full((BATCH, HIDDEN), large, dtype=dtype)
+    of_second = of_first.clone()
+    of_first[:, 0], of_second[:, 0] = torch.inf, -torch.inf
+    results = torch.autograd.grad([*first, *second], parameters, [of_first, of_first, of_second, of_second])
+    assert results[2].isnan().any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_arrays_by_the_tensors_own_method(monkeypatch, calls, dtype):
     """As with an older PyTorch, which has no table of C functions: the same arrays, the same results."""
