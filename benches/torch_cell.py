@@ -103,7 +103,7 @@ def without_products(name, cell, size, *data):
             "mm": lambda *_, out=grad_hx: out,
             "addmm": lambda *_, out: out,
         }
-        return replaced_in(lstmcell_bwd.torch, fakes, step)
+        return with_fakes(lstmcell_bwd.torch, fakes, step)
 
     def behind_products(_, state, *__):
         gates = cell.bias_hh.expand(batch, -1).clone().add_(cell.bias_ih.expand(batch, -1).clone())
@@ -113,7 +113,7 @@ def without_products(name, cell, size, *data):
         return o * cy.tanh(), cy
 
     fakes = {"_VF": types.SimpleNamespace(lstm_cell=behind_products)}
-    step = replaced_in(torch.nn.modules.rnn, fakes, step)
+    step = with_fakes(torch.nn.modules.rnn, fakes, step)
     sums = [torch.zeros_like(weight) for weight in (cell.weight_ih, cell.weight_hh)]
     gradients = [torch.zeros_like(weight) for weight in sums]
     grad_hy, grad_hx = torch.zeros(2, batch, hidden)
@@ -128,7 +128,7 @@ def without_products(name, cell, size, *data):
     return theirs
 
 
-def replaced_in(module, fakes, step):
+def with_fakes(module, fakes, step):
     """Make a function that does a step with other values for some names of a module."""
 
     def run():

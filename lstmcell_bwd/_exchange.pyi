@@ -1,9 +1,13 @@
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
 __test__: dict[str, str]  # Cython's, for doctest
 
-def connect(tensor_type: type, method: Callable[[Any], np.ndarray]) -> bool: ...
-def array_of(tensor: Any) -> np.ndarray: ...
+@final
+class Exchange:
+    def __init__(self, tensor_type: type, by_method: Callable[[Any], np.ndarray]) -> None: ...
+    @property
+    def has_table(self) -> bool: ...
+    def array_of(self, tensor: Any) -> np.ndarray: ...

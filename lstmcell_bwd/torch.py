@@ -24,19 +24,17 @@ import importlib.util
 import weakref
 from typing import Any
 
-import numpy as np
-
 from lstmcell_bwd import lstm_cell_backward, lstm_cell_forward
 from lstmcell_bwd._api import choose_threads
 from lstmcell_bwd._arguments import bad_argument, wrong_dtype, wrong_rank, wrong_shape, wrong_type
-from lstmcell_bwd._exchange import array_of, connect
+from lstmcell_bwd._exchange import Exchange
 from lstmcell_bwd.errors import UnsupportedDtypeError
 
 if importlib.util.find_spec("torch") is None:
     raise ModuleNotFoundError("lstmcell_bwd.torch needs PyTorch: pip install 'lstmcell_bwd[torch]'", name="torch")
 
 import torch
-from torch import Tensor, addmm, empty_like, mm
+from torch import Tensor, addmm, mm
 from torch.nn.functional import linear
 
 __all__ = ["LSTMCell", "lstm_cell"]
@@ -65,14 +63,8 @@ def _array_by_method(tensor: Tensor) -> Any:
     return tensor.numpy()
 
 
-connect(Tensor, _array_by_method)
-
-
-def _contiguous_like(tensor: Tensor) -> Tensor:
-    """Allocate a tensor of the same shape and dtype, its rows one after another."""
-    if tensor.is_contiguous():
-        return empty_like(tensor)
-    return empty_like(tensor, memory_format=torch.contiguous_format)
+_array_of = Exchange(Tensor, _array_by_method).array_of
+_contiguous_like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
 
 
 def _threads(cx: Tensor) -> int:
@@ -86,12 +78,12 @@ def _forward_on_cpu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     hy, cy, gates = results = _forward_shapes(input_gates, hidden_gates, cx, input_bias, hidden_bias)
     lstm_cell_forward(
-        array_of(input_gates),
-        array_of(hidden_gates),
-        array_of(cx),
-        None if input_bias is None else array_of(input_bias),
-        None if hidden_bias is None else array_of(hidden_bias),
-        out=(array_of(hy), array_of(cy), array_of(gates)),
+        _array_of(input_gates),
+        _array_of(hidden_gates),
+        _array_of(cx),
+        None if input_bias is None else _array_of(input_bias),
+        None if hidden_bias is None else _array_of(hidden_bias),
+        out=(_array_of(hy), _array_of(cy), _array_of(gates)),
         device="cpu",
         num_threads=_threads(cx),
     )
@@ -116,7 +108,7 @@ def _backward_on_cpu(
     grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, gates: Tensor, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_gates, grad_cx, grad_bias = results = _backward_shapes(grad_hy, grad_cy, cx, cy, gates, has_bias)
-    out = array_of(grad_gates), array_of(grad_cx), array_of(grad_bias) if has_bias else None
+    out = _array_of(grad_gates), _array_of(grad_cx), _array_of(grad_bias) if has_bias else None
     _run_backward(grad_hy, grad_cy, cx, cy, gates, has_bias, out)
     return results
 
@@ -132,11 +124,11 @@ def _run_backward(
 ) -> None:
     """Run the backward kernel on CPU tensors; its outputs are arrays."""
     lstm_cell_backward(
-        None if grad_hy is None else array_of(grad_hy),
-        None if grad_cy is None else array_of(grad_cy),
-        array_of(cx),
-        array_of(cy),
-        array_of(gates),
+        None if grad_hy is None else _array_of(grad_hy),
+        None if grad_cy is None else _array_of(grad_cy),
+        _array_of(cx),
+        _array_of(cy),
+        _array_of(gates),
         has_bias,
         out=out,
         device="cpu",
@@ -262,7 +254,7 @@ def _differentiated(
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the gates before their activation, of cx and of a bias, as the call wants them made."""
-    backward = _backward_on_cpu if _plain(cx, gates, grad_hy, grad_cy) else _backward
+    backward = _backward_on_cpu if _plain(grad_hy, grad_cy, cx, cy, gates) else _backward
     # PyTorch records only where the caller will differentiate the gradients (create_graph=True).
     if _recording() or _transforming():
         backward = _composite_backward
@@ -361,12 +353,12 @@ class _Sums:
                 self.room = max(1, min(self.steps, _ROWS // max(1, self.shape[0])))
                 self.grad_gates = gates.new_empty(self.room, *self.shape)
                 self.grad_bias = gates.new_empty(self.room, self.shape[1])
-                self.arrays = array_of(self.grad_gates), array_of(self.grad_bias)
+                self.arrays = _array_of(self.grad_gates), _array_of(self.grad_bias)
         if number == len(self.places):
             self.places.append((self.grad_gates[number], *(block[number] for block in self.arrays)))
         grad_gates, of_gates, of_bias = self.places[number]
         grad_cx = _contiguous_like(cx)
-        out = of_gates, array_of(grad_cx), of_bias if has_bias else None
+        out = of_gates, _array_of(grad_cx), of_bias if has_bias else None
         _run_backward(grad_hy, grad_cy, cx, cy, gates, has_bias, out)
         self.factors.append(factors)
         self.versions.append(_versions(*factors))
@@ -391,20 +383,11 @@ class _Sums:
                     self.weights[k] = mm(grad_gates, factor, out=factor.new_empty(grad_gates.shape[0], factor.shape[1]))
                 else:
                     addmm(total, grad_gates, factor, out=total)
-        if self.wanted[2] or self.wanted[3]:
-            self._add_bias(steps)
+        if self.wanted[2] or self.wanted[3]:  # one after the other: the same bits for every number of threads
+            for grad_bias in self.grad_bias[:steps]:
+                self.bias = grad_bias.clone() if self.bias is None else self.bias.add_(grad_bias)
         self.factors.clear()
         self.versions.clear()
-
-    def _add_bias(self, steps: int) -> None:
-        """Add the steps' gradients of the bias, one after the other: the same bits for every number of threads."""
-        first = 0
-        if self.bias is None:
-            self.bias, first = self.grad_bias[0].clone(), 1
-        total = array_of(self.bias)
-        with np.errstate(all="ignore"):  # PyTorch's own sums do not warn
-            for grad_bias in self.arrays[1][first:steps]:
-                np.add(total, grad_bias, out=total)
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of all four parameters."""
@@ -525,7 +508,7 @@ class _Step(torch.autograd.Function):
             and grad_activated is None
             and not _recording()
             and not _transforming()
-            and _plain(grad_hy, grad_cy)
+            and _plain(grad_hy, grad_cy, cx, cy, gates)  # what was saved may have been changed by hooks
             and _current_pass() >= 0
         ):
             sums, owner = ctx.shared.sums()

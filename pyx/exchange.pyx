@@ -5,21 +5,12 @@
 table, `__dlpack_c_exchange_api__` of a tensor's type, says in a fifth of that where a tensor lies.
 """
 
-import numpy as np
-
 cimport numpy as cnp
 from cpython.object cimport PyObject, PyObject_TypeCheck, PyTypeObject
 from cpython.pycapsule cimport PyCapsule_GetPointer
-from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 cnp.import_array()
-
-cdef extern from "numpy/arrayobject.h":
-    object PyArray_NewFromDescr(PyTypeObject* subtype, cnp.PyArray_Descr* dtype, int nd, const cnp.npy_intp* dims,
-                                const cnp.npy_intp* strides, void* data, int flags, PyObject* parent)
-    PyTypeObject PyArray_Type
-    int NPY_ARRAY_WRITEABLE
 
 
 # ---- dlpack.h, version 1 ------------------------------------------------------------------------------------------
@@ -64,87 +55,88 @@ cdef struct Table:          # DLPackExchangeAPI
 cdef enum:
     MOST_AXES = 4
 
-cdef Table* table = NULL
-cdef PyObject* tensors = NULL
-cdef object by_method = None
-cdef object float16 = np.dtype(np.float16)
-cdef object float32 = np.dtype(np.float32)
-cdef object float64 = np.dtype(np.float64)
-cdef object bfloat16 = None         # ml_dtypes', once an array of it was seen
 
-
-def connect(tensor_type, method):
-    """Say what `array_of` is for.
+cdef class Exchange:
+    """Makes arrays of one library's tensors.
 
     Parameters
     ----------
     tensor_type : type
-        The type of the tensors; it stays alive.
-    method : callable
-        Makes an array of a tensor's memory, in whatever time. It is asked where there is no table that this module
-        understands, and for tensors of another kind than CPU tensors of float16, float32, float64 or bfloat16.
+        The type of the tensors.
+    by_method : callable
+        Makes an array of a tensor's memory, in whatever time. It is asked where the type has no table that this module
+        understands, and for anything but CPU tensors of float16, float32, float64 or bfloat16.
 
-    Returns
-    -------
-    bool
-        Whether there is a table.
-    """
-    global table, tensors, by_method
-    cdef object capsule = getattr(tensor_type, "__dlpack_c_exchange_api__", None)
-    cdef Table* found = NULL
-    if capsule is not None:
-        found = <Table*>PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
-    while found != NULL and found.version != VERSION:
-        found = found.older
-    Py_INCREF(tensor_type)
-    tensors, by_method = <PyObject*>tensor_type, method
-    table = found if found != NULL and found.describe != NULL else NULL
-    return table != NULL
-
-
-cdef object dtype_of(const Tensor* description):
-    """NumPy's dtype of a tensor's elements; None for one that this module leaves to the tensor's own method."""
-    cdef ElementType element = description.element
-    if description.device.kind == ON_CPU and element.lanes == 1:
-        if element.code == FLOAT:
-            return float32 if element.bits == 32 else float64 if element.bits == 64 else (
-                float16 if element.bits == 16 else None)
-        if element.code == BFLOAT and element.bits == 16:
-            return bfloat16
-    return None
-
-
-def array_of(tensor):
-    """Return an array that has the memory of a CPU tensor, whatever its strides.
-
-    The table knows no tensors whose numbers are to be read with the other sign (`Tensor.is_neg`): nothing here tells
-    them from others.
-
-    Parameters
+    Attributes
     ----------
-    tensor : instance of what was passed to `connect`
+    has_table : bool
     """
-    global bfloat16
-    cdef Tensor description
-    cdef cnp.npy_intp shape[MOST_AXES]
-    cdef cnp.npy_intp strides[MOST_AXES]
-    cdef object dtype = None
-    cdef cnp.ndarray array
-    cdef int k
-    if table != NULL and PyObject_TypeCheck(tensor, <PyTypeObject*>tensors):
-        table.describe(<PyObject*>tensor, &description)
-        if description.axes <= MOST_AXES:
-            dtype = dtype_of(&description)
-    if dtype is None:
-        array = by_method(tensor)
-        if array.dtype.name == "bfloat16":
-            bfloat16 = array.dtype
+
+    cdef Table* table
+    cdef object tensor_type
+    cdef object by_method
+    cdef int bfloat16       # NumPy's number of ml_dtypes' type, once an array of it was seen
+
+    def __init__(self, tensor_type, by_method):
+        cdef object capsule = getattr(tensor_type, "__dlpack_c_exchange_api__", None)
+        self.table = NULL
+        if capsule is not None:
+            self.table = <Table*>PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
+        while self.table != NULL and self.table.version != VERSION:
+            self.table = self.table.older
+        if self.table != NULL and self.table.describe == NULL:
+            self.table = NULL
+        self.tensor_type = tensor_type
+        self.by_method = by_method
+        self.bfloat16 = cnp.NPY_NOTYPE
+
+    @property
+    def has_table(self):
+        """Whether the type has a table that this module understands."""
+        return self.table != NULL
+
+    cdef int number_of(self, const Tensor* description) noexcept:
+        """NumPy's number of the elements' type; NPY_NOTYPE for what is left to the tensor's own method."""
+        cdef ElementType element = description.element
+        if description.device.kind != ON_CPU or element.lanes != 1 or description.axes > MOST_AXES:
+            return cnp.NPY_NOTYPE
+        if element.code == FLOAT:
+            if element.bits == 32:
+                return cnp.NPY_FLOAT32
+            if element.bits == 64:
+                return cnp.NPY_FLOAT64
+            if element.bits == 16:
+                return cnp.NPY_FLOAT16
+        return self.bfloat16 if element.code == BFLOAT and element.bits == 16 else cnp.NPY_NOTYPE
+
+    def array_of(self, tensor):
+        """Return an array that has the memory of a CPU tensor, whatever its strides.
+
+        The table does not tell of numbers that are to be read with the other sign (`Tensor.is_neg`): who calls this does
+        not pass such tensors.
+
+        Parameters
+        ----------
+        tensor : instance of `tensor_type`
+        """
+        cdef Tensor description
+        cdef cnp.npy_intp shape[MOST_AXES]
+        cdef cnp.npy_intp strides[MOST_AXES]
+        cdef int number = cnp.NPY_NOTYPE
+        cdef cnp.ndarray array
+        cdef int k
+        if self.table != NULL and PyObject_TypeCheck(tensor, <PyTypeObject*>self.tensor_type):
+            self.table.describe(<PyObject*>tensor, &description)
+            number = self.number_of(&description)
+        if number == cnp.NPY_NOTYPE:
+            array = self.by_method(tensor)
+            if array.dtype.name == "bfloat16":
+                self.bfloat16 = cnp.PyArray_TYPE(array)
+            return array
+        for k in range(description.axes):
+            shape[k] = description.shape[k]
+            strides[k] = description.strides[k] * (description.element.bits // 8)
+        array = cnp.PyArray_New(cnp.ndarray, description.axes, shape, number, strides,
+                                <char*>description.data + description.byte_offset, 0, cnp.NPY_ARRAY_WRITEABLE, None)
+        cnp.set_array_base(array, tensor)
         return array
-    for k in range(description.axes):
-        shape[k] = description.shape[k]
-        strides[k] = description.strides[k] * (description.element.bits // 8)
-    Py_INCREF(dtype)
-    array = PyArray_NewFromDescr(&PyArray_Type, <cnp.PyArray_Descr*>dtype, description.axes, shape, strides,
-                                 <char*>description.data + description.byte_offset, NPY_ARRAY_WRITEABLE, NULL)
-    cnp.set_array_base(array, tensor)
-    return array

@@ -7,9 +7,7 @@ import weakref
 import numpy as np
 import pytest
 
-from lstmcell_bwd._exchange import array_of, connect
-
-ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+from lstmcell_bwd._exchange import Exchange
 
 CPU, ELSEWHERE = 1, 2
 CODES = {"float16": (2, 16), "float32": (2, 32), "float64": (2, 64), "bfloat16": (4, 16), "int32": (0, 32)}
@@ -77,28 +75,50 @@ make_capsule.restype = ctypes.py_object
 make_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
-@pytest.fixture
-def connected():
-    """Return a function that connects with a type; it returns the type, whether it has a table, what the method got."""
-    asked = []
+def tensor_type(found=None):
+    """A type of its own with a table, or without one."""
+    kind = type("Tensor", (FakeTensor,), {})
+    if found is not None:
+        kind.__dlpack_c_exchange_api__ = make_capsule(ctypes.addressof(found), b"dlpack_exchange_api", None)
+    return kind
 
-    def by_method(tensor):
-        asked.append(tensor)
+
+class Asked:
+    """A method that makes arrays, and remembers of what."""
+
+    def __init__(self):
+        self.tensors = []
+
+    def __call__(self, tensor):
+        self.tensors.append(tensor)
         return tensor.array
 
-    def start(found=None):
-        kind = type("Tensor", (FakeTensor,), {})
-        if found is not None:
-            kind.__dlpack_c_exchange_api__ = make_capsule(ctypes.addressof(found), b"dlpack_exchange_api", None)
-        return kind, connect(kind, by_method), asked
 
-    yield start
-    connect(type(None), None)
+TABLE = table()
+
+
+@pytest.fixture
+def asked():
+    return Asked()
+
+
+@pytest.fixture
+def kind():
+    return tensor_type(TABLE)
+
+
+@pytest.fixture
+def array_of(kind, asked):
+    return Exchange(kind, asked).array_of
+
+
+def dtype_of(name):
+    return np.dtype(pytest.importorskip("ml_dtypes").bfloat16 if name == "bfloat16" else name)
 
 
 def arrays(name):
     """Arrays of one dtype in many layouts."""
-    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    dtype = dtype_of(name)
     whole = np.arange(60).astype(dtype)
     yield from (
         whole,
@@ -113,12 +133,9 @@ def arrays(name):
 
 
 @pytest.mark.parametrize("name", ["float16", "float32", "float64", "bfloat16"])
-def test_an_array_lies_where_its_tensor_does(connected, name):
-    found = table()
-    kind, there, asked = connected(found)
-    assert there
-    array_of(kind(np.zeros(1, getattr(ml_dtypes, name, name))))  # the method says which dtype bfloat16 is
-    asked.clear()
+def test_an_array_lies_where_its_tensor_does(array_of, kind, asked, name):
+    array_of(kind(np.zeros(1, dtype_of(name))))  # the method says which dtype bfloat16 is
+    asked.tensors.clear()
     for array in arrays(name):
         for byte_offset in (0, 64):
             result = array_of(kind(array, byte_offset=byte_offset))
@@ -127,20 +144,16 @@ def test_an_array_lies_where_its_tensor_does(connected, name):
             assert result.flags.writeable
             assert result.flags.c_contiguous == array.flags.c_contiguous
             assert result.flags.f_contiguous == array.flags.f_contiguous
-    assert not asked
+    assert not asked.tensors
 
 
-def test_an_array_is_aligned_as_its_memory_is(connected):
-    found = table()
-    kind, *_ = connected(found)
+def test_an_array_is_aligned_as_its_memory_is(array_of, kind):
     odd = np.zeros(41, np.uint8)[1:].view(np.float32)
     assert not array_of(kind(odd)).flags.aligned
     assert array_of(kind(np.zeros(3, np.float32))).flags.aligned
 
 
-def test_an_array_keeps_its_tensor_alive(connected):
-    found = table()
-    kind, *_ = connected(found)
+def test_an_array_keeps_its_tensor_alive(array_of, kind):
     tensor = kind(np.arange(3.0))
     seen = weakref.ref(tensor)
     array = array_of(tensor)
@@ -163,60 +176,51 @@ def test_an_array_keeps_its_tensor_alive(connected):
     ],
     ids=["elsewhere", "vectors", "integers", "five axes"],
 )
-def test_what_is_unusual_is_left_to_the_method(connected, array, options):
-    found = table()
-    kind, _, asked = connected(found)
+def test_what_is_unusual_is_left_to_the_method(array_of, kind, asked, array, options):
     tensor = kind(array, **options)
     assert array_of(tensor) is array
-    assert asked == [tensor]
+    assert asked.tensors == [tensor]
 
 
-def test_other_objects_are_left_to_the_method(connected):
-    found = table()
-    _, _, asked = connected(found)
+def test_other_objects_are_left_to_the_method(array_of, asked):
     with pytest.raises(AttributeError):
         array_of(1)
-    assert asked == [1]
+    assert asked.tensors == [1]
 
 
-def test_an_error_of_the_table_is_raised(connected):
+def test_an_error_of_the_table_is_raised(asked):
     """As of a tensor without memory; here a C function of the same signature that fails for every such object."""
     found = table(function=ctypes.cast(ctypes.pythonapi.PySequence_DelItem, Describe))
-    kind, *_ = connected(found)
+    kind = tensor_type(found)
     with pytest.raises(TypeError, match="doesn't support item deletion"):
-        array_of(kind(np.zeros(3)))
+        Exchange(kind, asked).array_of(kind(np.zeros(3)))
 
 
-def test_tables_of_other_versions():
-    """Only version 1 is understood; a newer table may point to an older one."""
-    kind = type("Tensor", (FakeTensor,), {})
-    for found, there in (
+@pytest.mark.parametrize(
+    ("found", "there"),
+    [
         (table(), True),
         (table(2, table()), True),
         (table(3, table(2, table())), True),
         (table(2), False),
         (table(0), False),
         (table(function=Describe()), False),
-    ):
-        kind.__dlpack_c_exchange_api__ = make_capsule(ctypes.addressof(found), b"dlpack_exchange_api", None)
-        assert connect(kind, lambda tensor: tensor.array) is there
-        array = np.zeros((2, 3))
-        assert (array_of(kind(array)) is array) is not there
-    connect(type(None), None)
+        (None, False),
+    ],
+    ids=["1", "2 and 1", "3, 2 and 1", "2", "0", "without a function", "none"],
+)
+def test_tables(asked, found, there):
+    """Only version 1 is understood; a newer table may point to an older one."""
+    kind = tensor_type(found)
+    exchange = Exchange(kind, asked)
+    assert exchange.has_table is there
+    tensor = kind(np.zeros((2, 3)))
+    np.testing.assert_array_equal(exchange.array_of(tensor), tensor.array)
+    assert asked.tensors == ([] if there else [tensor])
 
 
-def test_without_a_table(connected):
-    kind, there, asked = connected()
-    assert not there
-    tensor = kind(np.zeros(3))
-    assert array_of(tensor) is tensor.array
-    assert asked == [tensor]
-
-
-def test_a_capsule_of_something_else_is_refused():
-    found = table()
-    kind = type(
-        "Tensor", (FakeTensor,), {"__dlpack_c_exchange_api__": make_capsule(ctypes.addressof(found), b"other", None)}
-    )
+def test_a_capsule_of_something_else_is_refused(asked):
+    kind = tensor_type()
+    kind.__dlpack_c_exchange_api__ = make_capsule(ctypes.addressof(TABLE), b"other", None)
     with pytest.raises(ValueError, match="PyCapsule_GetPointer"):
-        connect(kind, None)
+        Exchange(kind, asked)

@@ -21,7 +21,7 @@ import lstmcell_bwd
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from lstmcell_bwd._exchange import connect  # noqa: E402
+from lstmcell_bwd._exchange import Exchange  # noqa: E402
 from lstmcell_bwd.torch import LSTMCell, lstm_cell  # noqa: E402
 
 # PyTorch warns of what it calls itself.
@@ -776,16 +776,14 @@ def test_arrays_by_the_tensors_own_method(monkeypatch, calls, dtype):
 
     given = operands(dtype)
     gradients = torch.randn(2, BATCH, HIDDEN).to(dtype).unbind()
+    by_method = unittest.mock.Mock(wraps=module._array_by_method)
     runs = []
     for kind in (torch.Tensor, NoTable):
-        monkeypatch.setattr(module, "_array_by_method", recorded := unittest.mock.Mock(wraps=module._array_by_method))
-        connect(kind, recorded)
-        try:
-            hy, cy, _ = forward(*given)
-            runs.append([hy, cy, *torch.autograd.grad((hy, cy), given, gradients)])
-        finally:
-            connect(torch.Tensor, recorded._mock_wraps)
-    assert recorded.call_count == 16
+        by_method.reset_mock()
+        monkeypatch.setattr(module, "_array_of", Exchange(kind, by_method).array_of)
+        hy, cy, _ = forward(*given)
+        runs.append([hy, cy, *torch.autograd.grad((hy, cy), given, gradients)])
+    assert by_method.call_count == 16
     places = [[place_of(array) for array in arrays if isinstance(array, np.ndarray)] for _, arrays, _ in calls]
     assert places[0] == places[2]
     assert places[1][2] == places[3][2]
@@ -826,6 +824,22 @@ def test_tensors_that_are_not_what_their_memory_says(operators, kind, name):
         wanted = [leaf for j, leaf in enumerate(leaves) if j != k]
         results.append([hy, cy, *torch.autograd.grad((hy, cy), wanted, values[7:])])
     for expected, result in zip(*results, strict=True):
+        torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_saved_tensors_that_are_not_what_their_memory_says(steps):
+    """Hooks may hand back other tensors than were saved."""
+    given = arguments(torch.float32)
+    x, hx, cx, *parameters = given
+    runs = []
+    for hooks in (False, True):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, negated) if hooks else contextlib.nullcontext():
+            hy, cy = hx, cx
+            for _ in range(steps):
+                hy, cy = lstm_cell(x, (hy, cy), *parameters)
+        runs.append(torch.autograd.grad((hy + cy).sum(), given))
+    for expected, result in zip(*runs, strict=True):
         torch.testing.assert_close(result, expected)
 
 
