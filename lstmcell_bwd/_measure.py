@@ -2,8 +2,8 @@
 
 A *turn* of a contender is one untimed call, then at least three timed ones in a row; its result is their median.
 Contenders take turns in rotating order, five rounds of it, so that each meets the machine's good and bad moments. A
-ratio is formed within a round; of the five, the smallest and the median are quoted, and a bound counts as missed only if
-the smallest misses it.
+ratio is formed within a round; of the five, the smallest and the median are quoted, and a bound counts as missed only
+if the smallest misses it.
 
     measured = take_turns({"ours": turn(repeat(call, *args)), "numpy": turn(repeat(other, *args))})
     measured.ratio("ours", "numpy")         # Quote(smallest=..., median=...)

@@ -112,8 +112,8 @@ cdef class Exchange:
     def array_of(self, tensor):
         """Return an array that has the memory of a CPU tensor, whatever its strides.
 
-        The table does not tell of numbers that are to be read with the other sign (`Tensor.is_neg`): who calls this does
-        not pass such tensors.
+        The table does not tell of numbers that are to be read with the other sign (`Tensor.is_neg`): such tensors are
+        not for this.
 
         Parameters
         ----------
