@@ -372,9 +372,8 @@ cdef int resolve_overlap(Arguments checked) except -1:
     """Refuses outputs that overlap each other; finds in-place use; copies inputs that an output partly overlaps."""
     refuse_common_memory(("grad_gates", "grad_cx", "grad_bias"),
                          (checked.grad_gates, checked.grad_cx, checked.grad_bias))
-    # The bias is written when all inputs have been read, so it may lie anywhere in them.
     inputs = [checked.grad_hy, checked.grad_cy, checked.cx, checked.cy, checked.gates]
-    checked.in_place = separate(inputs, (checked.grad_gates, checked.grad_cx))
+    checked.in_place = separate(inputs, (checked.grad_gates, checked.grad_cx, checked.grad_bias))
     checked.grad_hy, checked.grad_cy, checked.cx, checked.cy, checked.gates = inputs
     return 0
 
@@ -398,9 +397,10 @@ cdef int check_overlap(Arguments checked) except -1:
     state = extent_of(checked.grad_cx) if checked.grad_cx is not None else none
     bias = extent_of(checked.grad_bias) if checked.grad_bias is not None else none
     if (extents_meet(gates, state) or extents_meet(gates, bias) or extents_meet(state, bias)
-            or meets_outputs(checked.grad_hy, gates, state) or meets_outputs(checked.grad_cy, gates, state)
-            or meets_outputs(checked.cx, gates, state) or meets_outputs(checked.cy, gates, state)
-            or meets_outputs(checked.gates, gates, state)):
+            or meets_outputs(checked.grad_hy, gates, state, bias)
+            or meets_outputs(checked.grad_cy, gates, state, bias)
+            or meets_outputs(checked.cx, gates, state, bias) or meets_outputs(checked.cy, gates, state, bias)
+            or meets_outputs(checked.gates, gates, state, bias)):
         resolve_overlap(checked)
     return 0
 
@@ -413,9 +413,9 @@ cdef int check_forward_overlap(ForwardArguments checked) except -1:
     cell = extent_of(checked.cy) if checked.cy is not None else none
     gates = extent_of(checked.gates) if checked.gates is not None else none
     if (extents_meet(hidden, cell) or extents_meet(hidden, gates) or extents_meet(cell, gates)
-            or meets_outputs(checked.input_gates, hidden, cell) or meets_outputs(checked.input_gates, gates, none)
-            or meets_outputs(checked.hidden_gates, hidden, cell) or meets_outputs(checked.hidden_gates, gates, none)
-            or meets_outputs(checked.cx, hidden, cell) or meets_outputs(checked.cx, gates, none)):
+            or meets_outputs(checked.input_gates, hidden, cell, gates)
+            or meets_outputs(checked.hidden_gates, hidden, cell, gates)
+            or meets_outputs(checked.cx, hidden, cell, gates)):
         resolve_forward_overlap(checked)
     return 0
 
@@ -437,12 +437,12 @@ cdef int check_npu_outputs(tuple names, tuple outputs) except -1:
     return 0
 
 
-cdef inline bint meets_outputs(object tensor, Extent first, Extent second) noexcept:
+cdef inline bint meets_outputs(object tensor, Extent first, Extent second, Extent third) noexcept:
     cdef Extent extent
     if tensor is None:
         return False
     extent = extent_of(tensor)
-    return extents_meet(extent, first) or extents_meet(extent, second)
+    return extents_meet(extent, first) or extents_meet(extent, second) or extents_meet(extent, third)
 
 
 cpdef Arguments check_arguments(object grad_hy, object grad_cy, object cx, object cy, object gates, object has_bias,

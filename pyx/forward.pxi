@@ -443,7 +443,7 @@ cdef void run_forward(Call* call) noexcept nogil:
         add_biases(<double>1, call, <double*>call.scratch)
     elif call.has_bias:
         add_biases(<float>1, call, <float*>call.scratch)
-    run_items(call, forward_item)
+    run_items(call, forward_item, NULL)
     fp_state_leave(before)
 
 

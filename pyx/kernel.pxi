@@ -1078,6 +1078,45 @@ cdef void merge_sums(const Call* call, Py_ssize_t columns,
                  right + k * call.strip, right + low + k * call.strip)
 
 
+cdef void round_sums(Storage storage, Py_ssize_t count, const double* high, const double* low,               # IN
+                     char* bias, Py_ssize_t stride) noexcept nogil:                                          # OUT
+    """Rounds wide sums once, to the output's type, so many elements at a time."""
+    cdef float rounded[64]
+    cdef uint16_t halves[64]
+    cdef char* source = <char*>rounded if storage == STORAGE_FLOAT32 else <char*>halves
+    cdef Py_ssize_t size = 4 if storage == STORAGE_FLOAT32 else 2
+    cdef Py_ssize_t first, some, j
+    cdef double total
+    if storage == STORAGE_FLOAT64:
+        for j in range(count):
+            # Where the sum is Inf the pair's low part is NaN: what was cut off has no value then.
+            total = high[j] + low[j] if high[j] - high[j] == 0 else high[j]
+            memcpy(bias + j * stride, &total, 8)
+        return
+    for first from 0 <= first < count by 64:
+        some = min(count - first, <Py_ssize_t>64)
+        if storage == STORAGE_FLOAT32:
+            for j in range(some):
+                rounded[j] = <float>high[first + j]
+        else:
+            for j in range(some):
+                rounded[j] = f64_to_f32_odd(high[first + j])
+            if storage == STORAGE_FLOAT16:
+                f32_row_to_f16(rounded, source, some)
+            else:
+                f32_row_to_bf16(rounded, source, some)
+        if stride == size:
+            memcpy(bias + first * size, source, some * size)
+        else:
+            for j in range(some):
+                memcpy(bias + (first + j) * stride, source + j * size, size)
+
+
+cdef inline bint is_root(const Call* call) noexcept nogil:
+    """Whether the only piece is the whole batch, and its sums are rounded as soon as they are there."""
+    return call.pieces == 1 and call.bias != NULL
+
+
 cdef void compute_piece(real_t one, row_t kind, const Call* call, Buffers* buffers, Node piece,
                         Py_ssize_t first_column, Py_ssize_t columns,                                         # IN
                         double* node) noexcept nogil:                                                        # OUT
@@ -1109,7 +1148,11 @@ cdef void compute_piece(real_t one, row_t kind, const Call* call, Buffers* buffe
                 depth -= 1
                 merge_sums(call, columns, base + (depth - 1) * size, base + depth * size)
                 merged >>= 1
-    if call.has_bias:
+    if call.has_bias and is_root(call):
+        for k in range(GATES):
+            round_sums(call.storage, columns, base + k * call.strip, base + (GATES + k) * call.strip,
+                       call.bias + (k * call.hidden + first_column) * call.bias_stride, call.bias_stride)
+    elif call.has_bias:
         for k in range((1 + pairs) * GATES):
             memcpy(node + k * call.hidden + first_column, base + k * call.strip, columns * sizeof(double))
 
@@ -1180,7 +1223,7 @@ cdef void plan(Call* call) noexcept nogil:
                    and call.target[4].row_stride == call.hidden * call.item_bytes)
     call.threads = <int>min(<Py_ssize_t>call.threads, call.pieces * call.strips)
     call.nodes_bytes = padded(call.pieces * sizeof(Node))
-    if call.has_bias:
+    if call.has_bias and not is_root(call):
         call.nodes_bytes += padded(call.pieces * (width // 4) * GATES * call.hidden * sizeof(double))
     call.tile = min((call.hidden + 15) & ~<Py_ssize_t>15, <Py_ssize_t>TILE)
     call.thread_bytes = padded(64 + (7 + SOURCES + RUN_ROWS * TARGETS) * pitch_of(call, width) * width
@@ -1190,28 +1233,6 @@ cdef void plan(Call* call) noexcept nogil:
     if call.has_bias:
         call.thread_bytes += padded(((call.piece_level + 2) * sums_doubles(call) + 8) * sizeof(double))
     call.scratch_bytes = call.nodes_bytes + call.threads * call.thread_bytes
-
-
-cdef void fold_nodes(Call* call, Node* pieces, double* nodes) noexcept nogil:
-    """Merges sibling nodes until none is left; what remains are at most 2 log2 complete nodes, in order."""
-    cdef bint pairs = call.storage == STORAGE_FLOAT64
-    cdef Py_ssize_t lane = GATES * call.hidden
-    cdef Py_ssize_t size = (1 + pairs) * lane
-    cdef Py_ssize_t kept = 0
-    cdef Py_ssize_t piece
-    cdef double* node
-    for piece in range(call.pieces):
-        if kept != piece:
-            pieces[kept] = pieces[piece]
-            memcpy(nodes + kept * size, nodes + piece * size, size * sizeof(double))
-        kept += 1
-        while (kept > 1 and pieces[kept - 2].level == pieces[kept - 1].level
-               and (pieces[kept - 2].first_leaf >> pieces[kept - 2].level) & 1 == 0):
-            kept -= 1
-            node = nodes + kept * size
-            add_wide(pairs, lane, node - size, node - size + lane, node, node + lane)
-            pieces[kept - 1].level += 1
-    call.node_count = kept
 
 
 cdef void merge_nodes(bint pairs, Py_ssize_t count,
@@ -1224,40 +1245,72 @@ cdef void merge_nodes(bint pairs, Py_ssize_t count,
 
 cdef void round_bias(Storage storage, Py_ssize_t count, const double* root,                                  # IN
                      char* bias, Py_ssize_t stride) noexcept nogil:                                          # OUT
-    """Rounds the root of the tree once, to the output's type, so many elements at a time."""
-    cdef float rounded[64]
-    cdef uint16_t halves[64]
-    cdef char* source = <char*>rounded if storage == STORAGE_FLOAT32 else <char*>halves
-    cdef Py_ssize_t size = 4 if storage == STORAGE_FLOAT32 else 2
-    cdef Py_ssize_t first, some, j
-    cdef double total
-    if storage == STORAGE_FLOAT64:
-        for j in range(count):
-            # Where the sum is Inf the pair's low part is NaN: what was cut off has no value then.
-            total = root[j] + root[count + j] if root[j] - root[j] == 0 else root[j]
-            memcpy(bias + j * stride, &total, 8)
-        return
-    for first from 0 <= first < count by 64:
-        some = min(count - first, <Py_ssize_t>64)
-        if storage == STORAGE_FLOAT32:
-            for j in range(some):
-                rounded[j] = <float>root[first + j]
-        else:
-            for j in range(some):
-                rounded[j] = f64_to_f32_odd(root[first + j])
-            if storage == STORAGE_FLOAT16:
-                f32_row_to_f16(rounded, source, some)
-            else:
-                f32_row_to_bf16(rounded, source, some)
-        if stride == size:
-            memcpy(bias + first * size, source, some * size)
-        else:
-            for j in range(some):
-                memcpy(bias + (first + j) * stride, source + j * size, size)
+    """Rounds the root of the tree."""
+    round_sums(storage, count, root, root + count, bias, stride)
 
 
-cdef void run_items(const Call* call, void (*compute)(const Call*, Py_ssize_t, char*) noexcept nogil) noexcept nogil:
-    """All items, on the calling thread or on a team; each thread with its own scratch and a clean FPU state."""
+cdef enum:
+    MOST_NODES = 128    # complete nodes, one after another, of which no two are siblings; of any number of rows
+
+
+cdef Py_ssize_t fold_nodes(const Call* call, Py_ssize_t first, Py_ssize_t count,                             # IN
+                           Node* kept, double* nodes) noexcept nogil:                                        # OUT
+    """Merges sibling nodes until none is left, so many of their sums from the first on.
+
+    What remains are at most 2 log2 complete nodes, in order: their number, what they are, and their sums at the
+    beginning of `nodes`. `kept` may be the pieces themselves.
+    """
+    cdef const Node* pieces = pieces_of(call)
+    cdef bint pairs = call.storage == STORAGE_FLOAT64
+    cdef Py_ssize_t lane = GATES * call.hidden
+    cdef Py_ssize_t size = (1 + pairs) * lane
+    cdef Py_ssize_t number = 0
+    cdef Py_ssize_t piece, k
+    cdef double* node
+    for piece in range(call.pieces):
+        kept[number] = pieces[piece]
+        if number != piece:
+            for k in range(1 + pairs):
+                memcpy(nodes + number * size + k * lane + first, nodes + piece * size + k * lane + first,
+                       count * sizeof(double))
+        number += 1
+        while (number > 1 and kept[number - 2].level == kept[number - 1].level
+               and (kept[number - 2].first_leaf >> kept[number - 2].level) & 1 == 0):
+            number -= 1
+            node = nodes + number * size + first
+            add_wide(pairs, count, node - size, node - size + lane, node, node + lane)
+            kept[number - 1].level += 1
+    return number
+
+
+cdef void finish_part(const Call* call, Py_ssize_t number_of_part) noexcept nogil:
+    """One thread's part of the columns of the sums, from the pieces' nodes to the bias."""
+    cdef bint pairs = call.storage == STORAGE_FLOAT64
+    cdef Py_ssize_t lane = GATES * call.hidden
+    cdef Py_ssize_t size = (1 + pairs) * lane
+    cdef Py_ssize_t part = (lane // call.threads + 64) & ~<Py_ssize_t>63
+    cdef Py_ssize_t first = min(number_of_part * part, lane)
+    cdef Py_ssize_t count = min(part, lane - first)
+    cdef double* nodes = nodes_of(call)
+    cdef double* node
+    cdef Node kept[MOST_NODES]
+    cdef Py_ssize_t k
+    cdef Py_ssize_t number = fold_nodes(call, first, count, kept, nodes)
+    if call.bias != NULL:
+        # The right edge of the tree: where a right child is missing, the left one passes unchanged.
+        for k in range(number - 1, 0, -1):
+            node = nodes + k * size + first
+            add_wide(pairs, count, node - size, node - size + lane, node, node + lane)
+        round_sums(call.storage, count, nodes + first, nodes + lane + first, call.bias + first * call.bias_stride,
+                   call.bias_stride)
+
+
+cdef void run_items(const Call* call, void (*compute)(const Call*, Py_ssize_t, char*) noexcept nogil,
+                    void (*finish)(const Call*, Py_ssize_t) noexcept nogil) noexcept nogil:
+    """All items, on the calling thread or on a team; each thread with its own scratch and a clean FPU state.
+
+    When all are done, each thread finishes its part, if there is anything to finish.
+    """
     cdef Py_ssize_t items = call.pieces * call.strips
     cdef char* blocks = call.scratch + call.nodes_bytes
     cdef Py_ssize_t item
@@ -1265,6 +1318,8 @@ cdef void run_items(const Call* call, void (*compute)(const Call*, Py_ssize_t, c
     if call.threads == 1:
         for item in range(items):
             compute(call, item, blocks)
+        if finish != NULL:
+            finish(call, 0)
         if call.streaming:
             stream_fence()
         return
@@ -1277,6 +1332,9 @@ cdef void run_items(const Call* call, void (*compute)(const Call*, Py_ssize_t, c
         else:
             for item in prange(items, schedule="static"):
                 compute(call, item, blocks + threadid() * call.thread_bytes)
+        if finish != NULL:
+            for item in prange(call.threads, schedule="static"):
+                finish(call, item)
         if call.streaming:
             stream_fence()
         fp_state_leave(before)
@@ -1285,25 +1343,19 @@ cdef void run_items(const Call* call, void (*compute)(const Call*, Py_ssize_t, c
 cdef void run(Call* call) noexcept nogil:
     """The whole call, as cut by `plan`, in the scratch memory that the caller has provided."""
     cdef Node* pieces = pieces_of(call)
-    cdef double* nodes = nodes_of(call)
     cdef Py_ssize_t end_leaf = call.first_leaf + leaves_of(call)
     cdef Py_ssize_t leaf = call.first_leaf
-    cdef Py_ssize_t lane = GATES * call.hidden
-    cdef bint pairs = call.storage == STORAGE_FLOAT64
     cdef Py_ssize_t piece
     cdef uint64_t before = fp_state_enter()
     for piece in range(call.pieces):
         pieces[piece].first_leaf = leaf
         pieces[piece].level = node_level(leaf, end_leaf, call.piece_level)
         leaf += <Py_ssize_t>1 << pieces[piece].level
-    run_items(call, compute_item)
-    if call.has_bias:
-        fold_nodes(call, pieces, nodes)
-        if call.bias != NULL:
-            # The right edge of the tree: where a right child is missing, the left one passes unchanged.
-            for piece in range(call.node_count - 1, 0, -1):
-                merge_nodes(pairs, lane, nodes + (piece - 1) * (1 + pairs) * lane, nodes + piece * (1 + pairs) * lane)
-            round_bias(call.storage, lane, nodes, call.bias, call.bias_stride)
+    if call.has_bias and not is_root(call):
+        run_items(call, compute_item, finish_part)
+        call.node_count = fold_nodes(call, 0, 0, pieces, nodes_of(call))
+    else:
+        run_items(call, compute_item, NULL)
     fp_state_leave(before)
 
 

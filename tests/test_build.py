@@ -89,7 +89,7 @@ def test_float32_becomes_float64_in_the_bias_alone(module):
     for line in listing(["objdump", "-d", "--no-show-raw-insn"], module).splitlines():
         if heading := re.match(r"[0-9a-f]+ <(.+)>:", line):
             function = heading[1]
-        elif (parts := re.match(r"\s+[0-9a-f]+:\s+(\S+)\s*(.*)", line)) and not function.endswith("round_bias"):
+        elif (parts := re.match(r"\s+[0-9a-f]+:\s+(\S+)\s*(.*)", line)) and not function.endswith("round_sums"):
             code.append((parts[1], parts[2]))
     assert not [operation for operation, _ in code if re.match(r"vcvt(sd2ss|pd2ps)", operation)]
     widened = [k for k, (operation, _) in enumerate(code) if re.match(r"vcvt(ss2sd|ps2pd)", operation)]

@@ -339,13 +339,16 @@ class TestGatesOutputOverInputs:
         assert_as_if_copied(inputs, (None, inputs.cx, None), num_threads=number)
 
 
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("shape", [(40, 21), (5, 1500), (33, 4500)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_bias_output_inside_an_input(dtype, name):
-    """The bias is written last, so it may lie in any input."""
-    inputs = make_inputs(40, 21, dtype, seed=28)
+def test_bias_output_inside_an_input(dtype, name, shape, number):
+    """Also where some columns' sums are ready before all inputs are read."""
+    inputs = make_inputs(*shape, dtype, seed=28)
     array = getattr(inputs, name)
-    bias = array.reshape(-1)[10 : 10 + 84]
-    assert_as_if_copied(inputs, (None, None, bias))
+    for start in (10, array.size - 4 * shape[1]):
+        bias = array.reshape(-1)[start : start + 4 * shape[1]]
+        assert_as_if_copied(inputs, (None, None, bias), num_threads=number)
 
 
 PAIRS = {
