@@ -11,8 +11,8 @@
 # f) With a bias, a is a sum of three or four terms, which can cancel until nothing but rounding errors are left, and
 #    tanh hands a relative error on. So rounding errors are carried along (Knuth's two-sum): the sum of the two biases
 #    is kept as a pair of numbers, made once per call, and a is rounded once at its end.
-# g) Two things the fast rows do not treat, and the row is computed again: a below -87 (-708 in float64), where sigmoid
-#    nears underflow, which they report, and sums that are not finite, which end as a NaN in hy.
+# g) The fast rows do not treat sigmoid past 87 on either side (708 in float64), where the exponential nears the end of
+#    the normal numbers, nor tanh of Inf and NaN. They report them, and the row is computed again.
 
 # ---- scalar formulas --------------------------------------------------------------------------------------------
 
@@ -41,18 +41,16 @@ cdef inline real_t last_normal(real_t one) noexcept nogil:
 
 
 cdef inline void split_sigmoid(real_t a, real_t one, real_t* r, real_t* scale) noexcept nogil:
-    """exp(-a) as scale * exp(r), with a taken as at most 87 (708 in float64). Below -87 (-708) it means nothing."""
-    cdef real_t limit = last_normal(one)
-    cdef real_t x = limit if a > limit else a
+    """exp(-a) as scale * exp(r), for |a| up to 87 (708 in float64); above, it means nothing."""
     cdef real_t shifted, n
     if real_t is float:
-        shifted = x * F32_LOG2E + magic(one)
+        shifted = a * F32_LOG2E + magic(one)
         n = shifted - magic(one)
-        r[0] = plus_exact_product(-x, n, F32_LN2_HI) + n * F32_LN2_LO
+        r[0] = plus_exact_product(-a, n, F32_LN2_HI) + n * F32_LN2_LO
     else:
-        shifted = x * F64_LOG2E + magic(one)
+        shifted = a * F64_LOG2E + magic(one)
         n = shifted - magic(one)
-        r[0] = plus_exact_product(-x, n, F64_LN2_HI) + n * F64_LN2_LO
+        r[0] = plus_exact_product(-a, n, F64_LN2_HI) + n * F64_LN2_LO
     scale[0] = power_of_two(shifted)
 
 
@@ -61,28 +59,22 @@ cdef inline real_t joined_sigmoid(real_t p, real_t scale, real_t one) noexcept n
     return one / (one + plus_exact_product(scale, scale, p))
 
 
-cdef inline real_t sigmoid_of(real_t a, real_t one) noexcept nogil:
-    """sigmoid of a from -87 (-708 in float64) on; below, it means nothing."""
-    cdef real_t r, scale
-    split_sigmoid(a, one, &r, &scale)
-    return joined_sigmoid(exponential_minus_one(r), scale, one)
-
-
 cdef inline real_t careful_sigmoid_of(real_t a, real_t one) noexcept nogil:
-    """As `sigmoid_of`, for any a: far below, where 1 + exp(a) is 1, it is exp(a), down to underflow."""
+    """sigmoid of any a. Far below 0, where 1 + exp(a) is 1, it is exp(a), down to underflow; far above, it is 1."""
     cdef real_t limit = last_normal(one)
-    cdef real_t r, scale, s_last
+    cdef real_t size = magnitude_of(a)
+    cdef real_t r, scale, s_last, far_below
     split_exponential(a * <real_t>0.5, one, True, &r, &scale, &s_last)
-    return (scale + scale * exponential_minus_one(r)) * s_last if a < -limit else sigmoid_of(
-        -limit if a < -limit else a, one)
+    far_below = (scale + scale * exponential_minus_one(r)) * s_last
+    size = limit if size > limit else size
+    split_sigmoid(-size if a < 0 else size, one, &r, &scale)
+    return far_below if a < -limit else joined_sigmoid(exponential_minus_one(r), scale, one)
 
 
 cdef inline void split_tanh(real_t x, real_t one, real_t* r, real_t* scale) noexcept nogil:
-    """exp(-2|x|) as scale * exp(r), with |x| taken as at most 43.5 (354 in float64), where tanh has long been 1."""
-    cdef real_t limit = last_normal(one) * <real_t>0.5
-    cdef real_t size = magnitude_of(x)
+    """exp(-2|x|) as scale * exp(r), with |x|, NaN too, taken as at most 43.5 (354 in float64): tanh has long been 1."""
     cdef real_t unused
-    split_exponential(limit if size > limit else size, one, False, r, scale, &unused)
+    split_exponential(capped(magnitude_of(x), last_normal(one) * <real_t>0.5), one, False, r, scale, &unused)
 
 
 cdef inline real_t joined_tanh(real_t x, real_t p, real_t scale, real_t one) noexcept nogil:
@@ -96,7 +88,7 @@ cdef inline real_t tanh_of(real_t x, real_t one) noexcept nogil:
     """tanh, of any x."""
     cdef real_t r, scale
     split_tanh(x, one, &r, &scale)
-    return joined_tanh(x, exponential_minus_one(r), scale, one)
+    return joined_tanh(x, exponential_minus_one(r), scale, one) if x == x else x
 
 
 # ---- one row of a tile ------------------------------------------------------------------------------------------
@@ -122,7 +114,7 @@ cdef inline void biased_sum_row(real_t one, Py_ssize_t count,
 cdef inline bint split_sigmoid_row(real_t one, Py_ssize_t count,
                                    row_t a,                                                                  # IN
                                    row_t r, row_t scale) noexcept nogil:                                     # OUT
-    """Whether all of it is valid (design note g)."""
+    """Whether all of it is in the range of the fast rows (design note g)."""
     cdef Py_ssize_t j
     cdef real_t x, y, z
     cdef uint32_t narrow = 0
@@ -132,11 +124,12 @@ cdef inline bint split_sigmoid_row(real_t one, Py_ssize_t count,
         split_sigmoid(x, one, &y, &z)
         r[j] = y
         scale[j] = z
+        # The sign bit tells.
         if real_t is float:
-            narrow |= <uint32_t>(x < -last_normal(one))
+            narrow |= bits_f32(last_normal(one)) - bits_f32(magnitude_of(x))
         else:
-            wide |= <uint64_t>(x < -last_normal(one))
-    return (narrow == 0) if real_t is float else (wide == 0)
+            wide |= bits_f64(last_normal(one)) - bits_f64(magnitude_of(x))
+    return (narrow >> 31 == 0) if real_t is float else (wide >> 63 == 0)
 
 
 cdef inline void joined_sigmoid_row(real_t one, Py_ssize_t count,
@@ -147,15 +140,24 @@ cdef inline void joined_sigmoid_row(real_t one, Py_ssize_t count,
         a[j] = joined_sigmoid(exponential_minus_one(<real_t>r[j]), <real_t>scale[j], one)
 
 
-cdef inline void split_tanh_row(real_t one, Py_ssize_t count,
+cdef inline bint split_tanh_row(real_t one, Py_ssize_t count,
                                 row_t a,                                                                     # IN
                                 row_t r, row_t scale) noexcept nogil:                                        # OUT
+    """Whether all of it is finite (design note g)."""
     cdef Py_ssize_t j
-    cdef real_t y, z
+    cdef real_t x, y, z
+    cdef uint32_t narrow = 0
+    cdef uint64_t wide = 0
     for j in range(count):
-        split_tanh(<real_t>a[j], one, &y, &z)
+        x = a[j]
+        split_tanh(x, one, &y, &z)
         r[j] = y
         scale[j] = z
+        if real_t is float:
+            narrow |= bits_f32(x - x)
+        else:
+            wide |= bits_f64(x - x)
+    return (narrow == 0) if real_t is float else (wide == 0)
 
 
 cdef inline void joined_tanh_row(real_t one, Py_ssize_t count,
@@ -174,22 +176,12 @@ cdef inline void cell_row(real_t one, Py_ssize_t count,
         cy[j] = <real_t>f[j] * <real_t>cx[j] + <real_t>i[j] * <real_t>g[j]
 
 
-cdef inline bint hidden_row(real_t one, Py_ssize_t count,
+cdef inline void hidden_row(real_t one, Py_ssize_t count,
                             row_t cy, row_t r, row_t scale, row_t o,                                         # IN
                             row_t hy) noexcept nogil:                                                        # OUT
-    """hy; whether all of it is finite (design note g)."""
     cdef Py_ssize_t j
-    cdef real_t h
-    cdef uint32_t narrow = 0
-    cdef uint64_t wide = 0
     for j in range(count):
-        h = <real_t>o[j] * joined_tanh(<real_t>cy[j], exponential_minus_one(<real_t>r[j]), <real_t>scale[j], one)
-        hy[j] = h
-        if real_t is float:
-            narrow |= bits_f32(h - h)
-        else:
-            wide |= bits_f64(h - h)
-    return (narrow == 0) if real_t is float else (wide == 0)
+        hy[j] = <real_t>o[j] * joined_tanh(<real_t>cy[j], exponential_minus_one(<real_t>r[j]), <real_t>scale[j], one)
 
 
 cdef void careful_sum_row(real_t one, Py_ssize_t count, bint biased,
@@ -258,7 +250,7 @@ cdef inline bint forward_span(real_t one, row_t kind, const Call* call, const Fo
             sum_row(one, count, <row_t>source[k] + first, <row_t>source[GATES + k] + first, <row_t>target[k] + first)
         prefetch_sources(ahead, GATES + k, GATES + k + 1)
         if k == 2:
-            split_tanh_row(one, count, <row_t>target[k] + first, r, scale)
+            valid &= split_tanh_row(one, count, <row_t>target[k] + first, r, scale)
             joined_tanh_row(one, count, r, scale, <row_t>target[k] + first)
         else:
             valid &= split_sigmoid_row(one, count, <row_t>target[k] + first, r, scale)
@@ -266,9 +258,8 @@ cdef inline bint forward_span(real_t one, row_t kind, const Call* call, const Fo
     prefetch_sources(ahead, 2 * GATES, FORWARD_SOURCES)
     cell_row(one, count, <row_t>source[2 * GATES] + first, <row_t>target[0] + first, <row_t>target[1] + first,
              <row_t>target[2] + first, <row_t>target[4] + first)
-    split_tanh_row(one, count, <row_t>target[4] + first, r, scale)
-    valid &= hidden_row(one, count, <row_t>target[4] + first, r, scale, <row_t>target[3] + first,
-                        <row_t>target[5] + first)
+    valid &= split_tanh_row(one, count, <row_t>target[4] + first, r, scale)
+    hidden_row(one, count, <row_t>target[4] + first, r, scale, <row_t>target[3] + first, <row_t>target[5] + first)
     return valid
 
 
