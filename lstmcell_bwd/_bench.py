@@ -9,7 +9,7 @@ import numpy as np
 
 from lstmcell_bwd import lstm_cell_backward
 from lstmcell_bwd._api import choose_threads
-from lstmcell_bwd._check import Case, make_inputs
+from lstmcell_bwd._check import Backward, Case
 from lstmcell_bwd._expression import numpy_backward
 from lstmcell_bwd._measure import Quote, repeat, take_turns, turn
 
@@ -87,7 +87,7 @@ def measure(sizes: Sequence[tuple[int, int]], rounds: int, limit: Any) -> Iterat
         For one size after the other, one row for each number of threads.
     """
     for batch, hidden in sizes:
-        arrays: Any = make_inputs(Case("float32", (batch, hidden), "ordinary"))
+        arrays: Any = Backward.make_inputs(Case("float32", (batch, hidden), "ordinary"))
         out = (
             np.ones((batch, 4 * hidden), np.float32),
             np.ones((batch, hidden), np.float32),

@@ -237,8 +237,8 @@ class Accuracy(NamedTuple):
         Share of the cell states beyond `SATURATED`.
     """
 
-    ours: _check.Units
-    numpy: _check.Units
+    ours: reference.Units
+    numpy: reference.Units
     calls: int
     largest_cy: float
     saturated: float
@@ -269,7 +269,7 @@ class Judge:
 
     def result(self) -> Accuracy:
         """Return what was found so far."""
-        ours, numpy = (_check.Units(*worst) for worst in self.worst)
+        ours, numpy = (reference.Units(*worst) for worst in self.worst)
         return Accuracy(ours, numpy, self.calls, self.largest_cy, self.saturated / max(1, self.calls))
 
 
@@ -342,7 +342,7 @@ def demo(updates: int | None, seed: int, quick: bool, device: str, plot: Path | 
     }
     speedup = statistics.median(t.peer / t.cell for t in timings)
     accuracy = judge.result()
-    bounds = _check.Units(*reference.bounds(np.float32))
+    bounds = reference.bounds(np.float32)
     exact_enough = all(worst <= bound for worst, bound in zip(judge.worst[0], bounds, strict=True) if bound)
     first, last = (reports[k].held_out_bits or math.nan for k in (0, -1))
     learned = last < first
@@ -567,28 +567,32 @@ def run(
 
 
 def summary_rows(outcomes: list[_check.Outcome]) -> list[dict[str, Any]]:
-    """One row for each target and dtype: cases, largest errors and verdicts."""
-    groups: dict[tuple[str, str], list[_check.Outcome]] = {}
+    """One row for each operator, target and dtype: cases, largest errors and verdicts."""
+    groups: dict[tuple[str, str, str], list[_check.Outcome]] = {}
     for outcome in outcomes:
-        groups.setdefault((outcome.target.name, outcome.case.dtype), []).append(outcome)
+        key = outcome.case.operator, outcome.target.name, outcome.case.dtype
+        groups.setdefault(key, []).append(outcome)
 
     def every(answers: Iterable[bool | None]) -> bool | None:
         asked = [answer for answer in answers if answer is not None]
         return all(asked) if asked else None
 
     rows = []
-    for (target, dtype), group in groups.items():
-        units: dict[str, float | None] = {}
-        for k, name in enumerate(_check.Units._fields):
-            found = [outcome.units[k] for outcome in group]
-            units[name] = max((u for u in found if u is not None), default=None)
+    for (name, target, dtype), group in groups.items():
+        operator = _check.OPERATORS[name]
+        errors: dict[str, float | None] = {}
+        for result in operator.results:
+            found = [outcome.errors[result] for outcome in group]
+            errors[result] = max((error for error in found if error is not None), default=None)
+        bounds = dict(zip(operator.results, operator.bounds(dtype), strict=True))
         rows.append(
             {
+                "operator": name,
                 "target": target,
                 "dtype": dtype,
                 "cases": len(group),
-                "units": units,
-                "bounds": reference.bounds(_check.named_dtype(dtype)) if target.startswith("cpu") else None,
+                "errors": errors,
+                "bounds": bounds if target.startswith("cpu") else None,
                 "within_bounds": every(o.within_bounds for o in group),
                 "same_bits": every(o.same_bits for o in group),
                 "within_tolerance": every(o.within_tolerance for o in group),
@@ -604,19 +608,25 @@ def summary_rows(outcomes: list[_check.Outcome]) -> list[dict[str, Any]]:
 def check(device: str, as_json: bool) -> None:
     """Check a device against the float64 reference.
 
-    Runs the operator over shapes, dtypes, missing gradients, memory layouts and, on the CPU, instruction sets and
-    threads. The CPU must keep the package's own bounds and give the same bits in every variant; every device must keep
-    CANN's published tolerance. On an NPU the operator's own bias is probed as well, where a defect is known.
+    Runs the backward and the forward pass over shapes, dtypes, missing arguments, memory layouts and, on the CPU,
+    instruction sets and threads. The CPU must keep the package's own bounds and give the same bits in every variant;
+    every device must keep CANN's published tolerance. On an NPU the backward operator's own bias is probed as well,
+    where a defect is known, and the forward pass is left out where CANN does not have its operator.
     """
+    operators, left_out = list(_check.OPERATORS), None
     if device != "cpu":
-        reason = importlib.import_module("lstmcell_bwd.npu").unavailable_reason(int(device.partition(":")[2] or 0))
+        npu, index = importlib.import_module("lstmcell_bwd.npu"), int(device.partition(":")[2] or 0)
+        reason = npu.unavailable_reason(index)
         if reason is not None:
             if as_json:
                 print_json({"device": device, "config": configuration(), "passed": False, "reason": reason})
             msg = f"{device} cannot be checked: {reason}"
             raise click.ClickException(msg)
+        left_out = npu.unavailable_reason(index, npu.FORWARD)
+        if left_out is not None:
+            operators.remove("lstm_cell_forward")
     console = Console(quiet=as_json)
-    cases = _check.plan(device)
+    cases = _check.plan(device, operators)
     outcomes = []
     with progress_bar(len(cases)) as step:
         for outcome in _check.run_cases(cases):
@@ -624,7 +634,11 @@ def check(device: str, as_json: bool) -> None:
             step(f"{outcome.target.name} {outcome.case.dtype}")
     rows = summary_rows(outcomes)
     failures = [outcome for outcome in outcomes if not outcome.passed]
-    print_check(console, rows, device)
+    for operator in operators:
+        print_check(console, [row for row in rows if row["operator"] == operator], operator, device)
+    print_tolerances(console)
+    if left_out is not None:
+        console.print(f"lstm_cell_forward was not checked: {left_out}\n", style="yellow", highlight=False)
     probes: list[_check.Probe] = []
     probe_failure = ""
     if device != "cpu":
@@ -638,7 +652,8 @@ def check(device: str, as_json: bool) -> None:
     if as_json:
         listed = [{"target": o.target.name, "case": str(o.case), "complaint": o.complaint} for o in failures]
         document = {"device": device, "rows": rows, "failures": listed, "probes": probes, "passed": passed}
-        print_json({**document, "probe_failure": probe_failure, "config": configuration()})
+        skipped = {} if left_out is None else {"lstm_cell_forward": left_out}
+        print_json({**document, "not_checked": skipped, "probe_failure": probe_failure, "config": configuration()})
     for outcome in failures[:SHOWN_FAILURES]:
         console.print(Text(f"{outcome.target.name}: {outcome.case}: {outcome.complaint}", "red"))
     if len(failures) > SHOWN_FAILURES:
@@ -651,32 +666,39 @@ def check(device: str, as_json: bool) -> None:
     console.print(Text(f"All {len(outcomes)} cases passed on {device}.", "bold green"))
 
 
-def print_check(console: Console, rows: list[dict[str, Any]], device: str) -> None:
-    """Print the table of all targets and dtypes, and what its columns mean."""
+def print_check(console: Console, rows: list[dict[str, Any]], operator: str, device: str) -> None:
+    """Print the table of an operator's targets and dtypes, and what its columns mean."""
     on_cpu = device == "cpu"
-    columns = ["Device", "dtype", "Cases", *(name.removeprefix("grad_") for name in _check.Units._fields)]
+    results = _check.OPERATORS[operator].results
+    columns = ["Device", "dtype", "Cases", *(name.removeprefix("grad_") for name in results)]
     columns += [*(["Bound", "Bits"] if on_cpu else []), "CANN", "Verdict"]
-    table = data_table(f"{device} against the float64 reference: largest error in units", *columns, left=2)
+    table = data_table(f"{operator} on {device} against the float64 reference: largest error", *columns, left=2)
     for row in rows:
         cells: list[Any] = [row["target"].removeprefix("cpu, "), row["dtype"], str(row["cases"])]
-        cells += [units_text(row["units"][name]) for name in _check.Units._fields]
+        cells += [units_text(row["errors"][name]) for name in results]
         if on_cpu:
-            bounds = "/".join(f"{bound:g}" for bound in (row["bounds"].grad_gates, row["bounds"].grad_bias))
+            bounds = "/".join(dict.fromkeys(f"{bound:g}" for bound in row["bounds"].values()))
             cells += [bounds, verdict(row["same_bits"], "same", "OTHER")]
         table.add_row(*cells, verdict(row["within_tolerance"], "within", "OUTSIDE"), verdict(row["passed"]))
     console.print(table)
-    notes = "Units of eps * scale (0.5: perfect rounding); bias: of eps * sum of sizes (half types: of its bound)."
+    notes = f"In {_check.OPERATORS[operator].measure}."
     if on_cpu:
-        notes += " Bound: what the package promises (elements/bias). Bits: the same in every variant."
-    if not on_cpu:
-        notes += " They are for information: the operator's own formulas lose digits where cy or g is saturated."
+        notes += " Bound: what the package promises. Bits: the same in every variant."
+    else:
+        notes += " They are for information: the operator's own formulas lose digits, as where cy or g is saturated."
+    console.print(notes + "\n", style="dim", highlight=False)
+
+
+def print_tolerances(console: Console) -> None:
+    """Print what CANN allows its operators."""
+    notes = "CANN's tolerance"
     for name, tolerance in _check.TOLERANCES.items():
         rtol, atol = (f"2^{math.log2(value):.0f}" for value in (tolerance.rtol, tolerance.atol))
         notes += (
-            f" CANN's tolerance, {name}: rtol {rtol}, atol {atol} "
-            f"for {tolerance.share:.0%} of the elements, largest error below {tolerance.largest:g}."
+            f"; {name}: rtol {rtol}, atol {atol} for {tolerance.share:.0%} of the elements, largest error below "
+            f"{tolerance.largest:g}"
         )
-    console.print(notes + "\n", style="dim", highlight=False)
+    console.print(notes + ".\n", style="dim", highlight=False)
 
 
 def print_probes(console: Console, probes: list[_check.Probe]) -> None:

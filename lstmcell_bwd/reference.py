@@ -286,9 +286,10 @@ def forward_errors(
         that is computed in, that is `4 * eps * (1 + S)` times the size of a gate; times `|f * cx| + |i * g|` for cy,
         with the largest S of i, f and g; and for hy, with the largest S of all gates, times `|o * tanh(cy)|`, or where
         the terms of cy cancel, what their allowance costs tanh: `|o| * (1 - tanh(cy)**2) * (|f * cx| + |i * g|)`. No
-        size is taken below the smallest normal number of the result's dtype. For float16 and bfloat16 a rounding of
-        0.51 of their own eps is added. Elements whose exact value, or a term of it, is not finite in the type that is
-        computed in, or no number of the result's dtype, have an error of 0.
+        size is taken below the smallest normal number of the result's dtype, nor are f and i in these products below
+        that of the type that is computed in: a large cx brings the digits to light that f lost there. For float16 and
+        bfloat16 a rounding of 0.51 of their own eps is added. Elements whose exact value, or a term of it, is not
+        finite in the type that is computed in, or no number of the result's dtype, have an error of 0.
     """
     dtype = state.hy.dtype
     wide = wide_dtype(dtype)
@@ -301,7 +302,8 @@ def forward_errors(
         sizes = sum((np.abs(term) for term in terms[1:]), start=np.abs(terms[0]))
         s_i, s_f, s_g, s_o = np.split(sizes, 4, axis=1)
         s_cell = np.maximum(np.maximum(s_i, s_f), s_g)
-        cell = np.abs(f * cx) + np.abs(i * g)
+        f_size, i_size = (np.maximum(np.abs(gate), inside.smallest_normal) for gate in (f, i))
+        cell = f_size * np.abs(cx) + i_size * np.abs(g)
         t, slope, _ = tanh_and_slope(exact.cy)
         scales = (
             (np.maximum(s_cell, s_o), np.abs(o) * np.maximum(np.abs(t), slope * cell)),

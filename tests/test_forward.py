@@ -194,6 +194,25 @@ def test_terms_that_cancel_keep_the_digits(isa, name):
     assert lost
 
 
+@pytest.mark.parametrize("name", ["float32", "float64"])
+@pytest.mark.parametrize("gate", ["i", "f"])
+def test_a_gate_below_the_normal_numbers_beside_a_large_factor(isa, name, gate):
+    """A large cx brings to light the digits that an underflowed f lost; g is never large."""
+    dtype = np.dtype(name)
+    limit = reference.limits(dtype)
+    a = np.linspace(math.log(limit.smallest_normal) + 5, math.log(limit.smallest_subnormal) - 1, 997)
+    products = np.zeros((4, 1, 997), dtype)
+    products["if".index(gate)] = a
+    products[1 - "if".index(gate)] = -1000  # the other one is 0
+    products[2] = np.linspace(-3, 3, 997)
+    inputs = [np.concatenate(products, axis=1), np.zeros((1, 4 * 997), dtype), None, None, None]
+    for decades in (0, 4, 12, 30):
+        inputs[2] = np.full((1, 997), 10.0**decades, dtype)
+        result = lstm_cell_forward(*inputs)
+        assert_within_bounds(result, inputs)
+        assert (result.cy[0, :100] != 0).any()
+
+
 @pytest.mark.parametrize("scale", [1, -1])
 def test_every_binade(backend, scale):
     """Sums of every size: tanh of tiny numbers, sigmoid down to underflow and up to 1."""
