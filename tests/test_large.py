@@ -183,11 +183,11 @@ must_run_out(arrays, None)
 
 @linux
 def test_no_memory_for_scratch():
-    """All outputs are given, one wide row needs more scratch for its bias than there is."""
+    """All outputs are given; three leaves of wide rows need more scratch for their bias than there is."""
     body = """
-one, width = np.ones((1, 1), np.float32), 1 << 20
-arrays = [np.broadcast_to(one, (1, width))] * 4 + [np.broadcast_to(one / 2, (1, 4 * width))]
-out = tuple(np.full(shape, 7, np.float32) for shape in ((1, 4 * width), (1, width), (4 * width,)))
+one, rows, width = np.ones((1, 1), np.float32), 65, 1 << 17
+arrays = [np.broadcast_to(one, (rows, width))] * 4 + [np.broadcast_to(one / 2, (rows, 4 * width))]
+out = tuple(np.full(shape, 7, np.float32) for shape in ((rows, 4 * width), (rows, width), (4 * width,)))
 must_run_out(arrays, out)
 """
     assert run(LIMITED + body) == ["MemoryError"]
