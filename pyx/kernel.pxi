@@ -1197,7 +1197,8 @@ cdef void compute_item(const Call* call, Py_ssize_t item, char* block) noexcept 
 cdef void plan(Call* call) noexcept nogil:
     """Cuts the work into pieces and strips for the number of threads, and says how much scratch memory that takes.
 
-    With several threads about four items each, so that a thread that is held up does not hold up the rest.
+    With several threads about four items each, so that a thread that is held up does not hold up the rest. Where each
+    thread has its fixed share (run_items) they only make shares equal, so pieces that are so already are left whole.
     """
     cdef Py_ssize_t leaves = leaves_of(call)
     cdef Py_ssize_t end_leaf = call.first_leaf + leaves
@@ -1213,7 +1214,7 @@ cdef void plan(Call* call) noexcept nogil:
         leaf += <Py_ssize_t>1 << node_level(leaf, end_leaf, call.piece_level)
         call.pieces += 1
     call.strip = min(call.hidden, <Py_ssize_t>MOST_STRIP)
-    if call.threads > 1 and call.pieces < items:
+    if call.threads > 1 and call.pieces < items and (call.streaming or call.pieces % call.threads):
         wanted = (items + call.pieces - 1) // call.pieces
         call.strip = min(call.strip, max(<Py_ssize_t>LEAST_STRIP, (call.hidden + wanted - 1) // wanted))
     call.strip = (call.strip + 15) & ~<Py_ssize_t>15
