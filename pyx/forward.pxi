@@ -369,9 +369,9 @@ cdef void forward_piece(real_t one, row_t kind, const Call* call, ForwardBuffers
 cdef void forward_item(const Call* call, Py_ssize_t item, char* block) noexcept nogil:
     """One piece by one strip, with a thread's block of scratch memory."""
     cdef Py_ssize_t width = 8 if call.storage == STORAGE_FLOAT64 else 4
-    cdef Py_ssize_t first_column = item % call.strips * call.strip
-    cdef Py_ssize_t columns = min(call.strip, call.hidden - first_column)
-    cdef Py_ssize_t rows = <Py_ssize_t>LEAF_ROWS << call.piece_level
+    cdef Py_ssize_t first_column = strip_start(call, item % call.strips)
+    cdef Py_ssize_t columns = strip_start(call, item % call.strips + 1) - first_column
+    cdef Py_ssize_t rows = <Py_ssize_t>RUN_ROWS << call.piece_level
     cdef Py_ssize_t first_row = item // call.strips * rows
     cdef Py_ssize_t end_row = min(first_row + rows, call.batch)
     cdef ForwardBuffers buffers
@@ -390,15 +390,25 @@ cdef void forward_item(const Call* call, Py_ssize_t item, char* block) noexcept 
         forward_piece(<float>1, <f32_row>NULL, call, &buffers, first_row, end_row, first_column, columns)
 
 
+cdef enum:
+    GUARD_BYTES = 2048  # as far as processors read ahead of what is read
+
+
 cdef void plan_forward(Call* call) noexcept nogil:
-    """Cuts the work as `plan` does, into pieces of 2^piece_level leaves; the biases' sum stands for the nodes."""
+    """Cuts the work as `plan` does, into pieces of 2^piece_level runs; the biases' sum stands for the nodes."""
     cdef Py_ssize_t width = 8 if call.storage == STORAGE_FLOAT64 else 4
-    cdef bint has_bias = call.has_bias
-    call.has_bias = False       # no sums over the batch
-    plan(call)
-    call.has_bias = has_bias
-    call.pieces = (leaves_of(call) + (<Py_ssize_t>1 << call.piece_level) - 1) >> call.piece_level
-    call.nodes_bytes = padded(2 * GATES * call.hidden * width) if has_bias else 0
+    cdef Py_ssize_t items = 1 if call.threads == 1 else 4 * call.threads
+    cdef Py_ssize_t rows = RUN_ROWS
+    call.tile = min((call.hidden + 15) & ~<Py_ssize_t>15, <Py_ssize_t>TILE)
+    call.piece_level = 0
+    while rows * items < call.batch or (call.blocked and rows < BLOCK_ROWS):
+        call.piece_level += 1
+        rows *= 2
+    call.pieces = (call.batch + rows - 1) // rows
+    cut_strips(call)
+    # All threads read the biases' sum; what one of them writes all the time must not lie so near that the others'
+    # processors ask for it, too.
+    call.nodes_bytes = padded(2 * GATES * call.hidden * width) + GUARD_BYTES if call.has_bias else 0
     call.thread_bytes = padded(64 + (3 + FORWARD_SOURCES + FORWARD_TARGETS) * pitch_of(call, width) * width
                                + RUN_ROWS * FORWARD_TARGETS * sizeof(lstmcell_carry))
     if call.blocked:

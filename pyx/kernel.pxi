@@ -714,6 +714,27 @@ cdef inline Py_ssize_t sources_of(const Call* call) noexcept nogil:
     return FORWARD_SOURCES if call.forward else SOURCES
 
 
+cdef inline Py_ssize_t strip_shift(const Call* call) noexcept nogil:
+    """Columns by which strips begin earlier, so as to begin on a line of the first output; 0 where its rows differ."""
+    cdef const Plane* plane = &call.target[0]
+    cdef Py_ssize_t behind = <Py_ssize_t>plane.data & 63
+    if (call.strips == 1 or plane.column_stride != call.item_bytes or plane.row_stride % 64
+            or call.hidden * call.item_bytes % 64 or behind % call.item_bytes):
+        return 0
+    return behind // call.item_bytes
+
+
+cdef inline Py_ssize_t lines_of(const Call* call) noexcept nogil:
+    """64-byte lines of one output row, of which the strips are made."""
+    return ((call.hidden + strip_shift(call)) * call.item_bytes + 63) // 64
+
+
+cdef inline Py_ssize_t strip_start(const Call* call, Py_ssize_t strip) noexcept nogil:
+    """The column where a strip begins; behind the last one, where that ends."""
+    cdef Py_ssize_t column = strip * lines_of(call) // call.strips * 64 // call.item_bytes - strip_shift(call)
+    return min(call.hidden, max(<Py_ssize_t>0, column))
+
+
 cdef inline Py_ssize_t sums_doubles(const Call* call) noexcept nogil:
     """float64 numbers in the wide sums of one strip."""
     return (2 if call.storage == STORAGE_FLOAT64 else 1) * GATES * call.strip
@@ -1170,7 +1191,8 @@ cdef void compute_item(const Call* call, Py_ssize_t item, char* block) noexcept 
     cdef const Node* pieces = pieces_of(call)
     cdef double* nodes = nodes_of(call)
     cdef Py_ssize_t width = 8 if call.storage == STORAGE_FLOAT64 else 4
-    cdef Py_ssize_t first_column = item % call.strips * call.strip
+    cdef Py_ssize_t first_column = strip_start(call, item % call.strips)
+    cdef Py_ssize_t columns = strip_start(call, item % call.strips + 1) - first_column
     cdef Py_ssize_t piece = item // call.strips
     cdef Buffers buffers
     # Each row has 64 bytes before it, which streaming may read. The pitch is no power of two, so that rows do not all
@@ -1188,24 +1210,40 @@ cdef void compute_item(const Call* call, Py_ssize_t item, char* block) noexcept 
     memset(buffers.zeros, 0, buffers.pitch * width)
     if call.storage == STORAGE_FLOAT64:
         compute_piece(<double>1, <f64_row>NULL, call, &buffers, pieces[piece], first_column,
-                      min(call.strip, call.hidden - first_column), nodes + piece * 2 * GATES * call.hidden)
+                      columns, nodes + piece * 2 * GATES * call.hidden)
     else:
         compute_piece(<float>1, <f32_row>NULL, call, &buffers, pieces[piece], first_column,
-                      min(call.strip, call.hidden - first_column), nodes + piece * GATES * call.hidden)
+                      columns, nodes + piece * GATES * call.hidden)
+
+
+cdef void cut_strips(Call* call) noexcept nogil:
+    """Cuts the columns where there are fewer pieces than items wanted.
+
+    Where each thread has its fixed share (run_items), that only makes shares equal, so pieces that are so already are
+    left whole. Strips begin on a 64-byte line of the outputs: a line that two threads write travels between them.
+    Several strips for each thread keep two threads from working on neighbouring columns at the same time.
+    """
+    cdef Py_ssize_t items = 4 * call.threads
+    cdef Py_ssize_t wanted = 1
+    if call.threads > 1 and call.pieces < items and (call.streaming or call.pieces % call.threads != 0):
+        wanted = (items + call.pieces - 1) // call.pieces
+        while not call.streaming and wanted * call.pieces % call.threads != 0:
+            wanted += 1
+    call.strips = max(min(wanted, call.hidden // LEAST_STRIP), (call.hidden + MOST_STRIP - 1) // MOST_STRIP)
+    call.strip = (lines_of(call) + call.strips - 1) // call.strips * 64 // call.item_bytes
+    call.threads = <int>min(<Py_ssize_t>call.threads, call.pieces * call.strips)
 
 
 cdef void plan(Call* call) noexcept nogil:
     """Cuts the work into pieces and strips for the number of threads, and says how much scratch memory that takes.
 
-    With several threads about four items each, so that a thread that is held up does not hold up the rest. Where each
-    thread has its fixed share (run_items) they only make shares equal, so pieces that are so already are left whole.
+    With several threads about four items each, so that a thread that is held up does not hold up the rest.
     """
     cdef Py_ssize_t leaves = leaves_of(call)
     cdef Py_ssize_t end_leaf = call.first_leaf + leaves
     cdef Py_ssize_t width = 8 if call.storage == STORAGE_FLOAT64 else 4
     cdef Py_ssize_t items = 4 * call.threads
     cdef Py_ssize_t leaf = call.first_leaf
-    cdef Py_ssize_t wanted
     call.piece_level = 0
     while (leaves >> call.piece_level) > (1 if call.threads == 1 else items):
         call.piece_level += 1
@@ -1213,16 +1251,10 @@ cdef void plan(Call* call) noexcept nogil:
     while leaf < end_leaf:
         leaf += <Py_ssize_t>1 << node_level(leaf, end_leaf, call.piece_level)
         call.pieces += 1
-    call.strip = min(call.hidden, <Py_ssize_t>MOST_STRIP)
-    if call.threads > 1 and call.pieces < items and (call.streaming or call.pieces % call.threads):
-        wanted = (items + call.pieces - 1) // call.pieces
-        call.strip = min(call.strip, max(<Py_ssize_t>LEAST_STRIP, (call.hidden + wanted - 1) // wanted))
-    call.strip = (call.strip + 15) & ~<Py_ssize_t>15
-    call.strips = (call.hidden + call.strip - 1) // call.strip
+    cut_strips(call)
     call.joined = (call.strips == 1 and not call.blocked and call.hidden * call.item_bytes >= 128
                    and call.target[0].row_stride == GATES * call.hidden * call.item_bytes
                    and call.target[4].row_stride == call.hidden * call.item_bytes)
-    call.threads = <int>min(<Py_ssize_t>call.threads, call.pieces * call.strips)
     call.nodes_bytes = padded(call.pieces * sizeof(Node))
     if call.has_bias and not is_root(call):
         call.nodes_bytes += padded(call.pieces * (width // 4) * GATES * call.hidden * sizeof(double))

@@ -431,6 +431,18 @@ def test_large_outputs_that_bypass_the_cache(isa, name, width, layout, offset):
             guarded.assert_guards_intact()
 
 
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("number", [2, 3, 7])
+@pytest.mark.parametrize("shape", [(3, 1024), (33, 512), (70, 384), (2, 9000)], ids=str)
+def test_what_threads_share(dtype, shape, number, offset):
+    """Shares of rows, and of columns, which begin on a line of the outputs, wherever those begin."""
+    inputs = make_inputs(*shape, dtype, 36)
+    outputs = guarded_outputs(*shape, dtype, "contiguous", offset * dtype.itemsize)
+    same(lstm_cell_forward(*inputs, out=tuple(arrays_of(outputs)), num_threads=number), plain_call(inputs))
+    for guarded in outputs:
+        guarded.assert_guards_intact()
+
+
 def test_a_foreign_floating_point_state_changes_no_bit(isa):
     """Flush-to-zero on the calling thread and on its team."""
     from test_fpu import FOREIGN, MACHINE, ForeignState

@@ -500,6 +500,23 @@ def test_transposed_inputs_and_outputs_past_the_cache(name, width):
     check_past_the_cache(name, width, "contiguous", 16, order="F")
 
 
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("number", [2, 3, 7])
+@pytest.mark.parametrize("shape", [(5, 1024), (33, 512), (70, 384), (2, 9000)], ids=str)
+def test_columns_that_threads_share(dtype, shape, number, offset):
+    """Shares begin on a line of the outputs, wherever those begin; the widest of them has room."""
+    batch, hidden = shape
+    inputs = make_inputs(batch, hidden, dtype, seed=36)
+    expected = plain_call(inputs)
+    shapes = (batch, 4 * hidden), (batch, hidden), (4 * hidden,)
+    guarded = [Guarded(shape, dtype, "contiguous", None, offset * dtype.itemsize) for shape in shapes]
+    assert_same_bits(lstm_cell_backward(*inputs, out=arrays_of(guarded), num_threads=number), expected)
+    for output in guarded:
+        output.assert_guards_intact()
+    part = lstm_cell_backward_part(*inputs, first_row=0, num_threads=number)
+    np.testing.assert_array_equal(bits(combine_bias(part.parts, dtype)), bits(expected.grad_bias))
+
+
 @pytest.mark.parametrize("name", ["float32", "float64", "float16"])
 @pytest.mark.parametrize("rows", [31, 32, 33, 63, 64, 65, 96, 97, 160, 199])
 @pytest.mark.parametrize("threads", [1, 3])
