@@ -360,7 +360,8 @@ cdef bint separate(list inputs, tuple outputs) except -1:
         for output in outputs:
             if inputs[k] is None or output is None:
                 continue
-            if has_shape(output, cnp.PyArray_DIM(inputs[k], 0), cnp.PyArray_DIM(inputs[k], 1)) and same_layout(
+            if cnp.PyArray_NDIM(inputs[k]) == 2 and has_shape(
+                    output, cnp.PyArray_DIM(inputs[k], 0), cnp.PyArray_DIM(inputs[k], 1)) and same_layout(
                     output, inputs[k]):
                 in_place = True
             elif share_memory(output, inputs[k]):
@@ -382,10 +383,9 @@ cdef int resolve_forward_overlap(ForwardArguments checked) except -1:
     """As `resolve_overlap`."""
     outputs = checked.hy, checked.cy, checked.gates
     refuse_common_memory(("hy", "cy", "gates"), outputs)
-    # The biases are read before anything is written, so outputs may lie anywhere in them.
-    inputs = [checked.input_gates, checked.hidden_gates, checked.cx]
+    inputs = [checked.input_gates, checked.hidden_gates, checked.cx, checked.input_bias, checked.hidden_bias]
     checked.in_place = separate(inputs, outputs)
-    checked.input_gates, checked.hidden_gates, checked.cx = inputs
+    checked.input_gates, checked.hidden_gates, checked.cx, checked.input_bias, checked.hidden_bias = inputs
     return 0
 
 
@@ -415,7 +415,9 @@ cdef int check_forward_overlap(ForwardArguments checked) except -1:
     if (extents_meet(hidden, cell) or extents_meet(hidden, gates) or extents_meet(cell, gates)
             or meets_outputs(checked.input_gates, hidden, cell, gates)
             or meets_outputs(checked.hidden_gates, hidden, cell, gates)
-            or meets_outputs(checked.cx, hidden, cell, gates)):
+            or meets_outputs(checked.cx, hidden, cell, gates)
+            or meets_outputs(checked.input_bias, hidden, cell, gates)
+            or meets_outputs(checked.hidden_bias, hidden, cell, gates)):
         resolve_forward_overlap(checked)
     return 0
 

@@ -226,9 +226,10 @@ ctypedef struct ForwardBuffers: # of one thread; rows are `pitch` elements apart
     char* stage                 # [FORWARD_TARGETS]             outputs that cannot be written where they go
     char* halves                # [1]                           a row of float16 or bfloat16 on its way past the cache
     lstmcell_carry* carry       # [RUN_ROWS, FORWARD_TARGETS]   what waits for the other part of its 64-byte line
-    char* bias                  # [2, GATES * hidden]           the biases' sum, what rounding added; all threads'
+    char* bias                  # [2, GATES, strip]             the biases' sum, what rounding added
     Py_ssize_t pitch
     Py_ssize_t block_row        # the first row of `blocks`
+    Py_ssize_t first_column     # of the strip
 
 
 cdef inline bint forward_span(real_t one, row_t kind, const Call* call, const ForwardBuffers* buffers,
@@ -237,14 +238,14 @@ cdef inline bint forward_span(real_t one, row_t kind, const Call* call, const Fo
     """The fast path for some columns of a row of a tile; whether it is valid (design note g)."""
     cdef row_t r = <row_t>buffers.exponential
     cdef row_t scale = <row_t>buffers.exponential + buffers.pitch
-    cdef Py_ssize_t lane = GATES * call.hidden
+    cdef Py_ssize_t lane = GATES * call.strip
     cdef bint valid = True
     cdef Py_ssize_t k
     for k in range(GATES):
         prefetch_sources(ahead, k, k + 1)
         if call.has_bias:
             biased_sum_row(one, count, <row_t>source[k] + first, <row_t>source[GATES + k] + first,
-                           <row_t>(bias + k * call.hidden) + first, <row_t>(bias + lane + k * call.hidden) + first,
+                           <row_t>(bias + k * call.strip) + first, <row_t>(bias + lane + k * call.strip) + first,
                            <row_t>target[k] + first)
         else:
             sum_row(one, count, <row_t>source[k] + first, <row_t>source[GATES + k] + first, <row_t>target[k] + first)
@@ -271,8 +272,8 @@ cdef void forward_row(real_t one, row_t kind, const Call* call, const ForwardBuf
     In whole vectors, and as in the backward pass what is left is done by a vector that overlaps them.
     """
     cdef real_t* source[FORWARD_SOURCES]
-    cdef real_t* bias = <real_t*>buffers.bias + column
-    cdef Py_ssize_t lane = GATES * call.hidden
+    cdef real_t* bias = <real_t*>buffers.bias + column - buffers.first_column
+    cdef Py_ssize_t lane = GATES * call.strip
     cdef Py_ssize_t lanes = lanes_of(one)
     cdef const Plane* plane
     cdef bint valid
@@ -298,7 +299,7 @@ cdef void forward_row(real_t one, row_t kind, const Call* call, const ForwardBuf
         return
     for k in range(GATES):
         careful_sum_row(one, count, call.has_bias, <row_t>source[k], <row_t>source[GATES + k],
-                        <row_t>(bias + k * call.hidden), <row_t>(bias + lane + k * call.hidden), <row_t>target[k])
+                        <row_t>(bias + k * call.strip), <row_t>(bias + lane + k * call.strip), <row_t>target[k])
     careful_activation_row(one, count, <row_t>source[2 * GATES], <row_t>target[0], <row_t>target[1],
                            <row_t>target[2], <row_t>target[3], <row_t>target[4], <row_t>target[5])
 
@@ -366,6 +367,33 @@ cdef void forward_piece(real_t one, row_t kind, const Call* call, ForwardBuffers
         first_row += BLOCK_ROWS
 
 
+cdef void add_biases(real_t one, const Call* call, Py_ssize_t first_column, Py_ssize_t columns,               # IN
+                     real_t* total) noexcept nogil:                                                          # OUT
+    """The sum of the biases of a strip [GATES, strip], and behind it what rounding added; a missing one is zeros."""
+    cdef real_t* second
+    cdef real_t rounded
+    cdef Py_ssize_t j, k
+    for k in range(GATES):
+        second = total + GATES * call.strip
+        # Adding -0 changes nothing, the sign of a zero included.
+        for j in range(columns):
+            total[j] = -<real_t>0
+            second[j] = -<real_t>0
+        if call.bias_source[0].data != NULL:
+            pack_row(one, &call.bias_source[0], call.storage, 0, k * call.hidden + first_column, columns, total)
+        if call.bias_source[1].data != NULL:
+            pack_row(one, &call.bias_source[1], call.storage, 0, k * call.hidden + first_column, columns, second)
+        for j in range(columns):
+            rounded = total[j] + second[j]
+            second[j] = excess(total[j], second[j], rounded)
+            total[j] = rounded
+        total += call.strip
+
+
+cdef inline Py_ssize_t bias_bytes(const Call* call, Py_ssize_t width) noexcept nogil:
+    return padded(2 * GATES * call.strip * width)
+
+
 cdef void forward_item(const Call* call, Py_ssize_t item, char* block) noexcept nogil:
     """One piece by one strip, with a thread's block of scratch memory."""
     cdef Py_ssize_t width = 8 if call.storage == STORAGE_FLOAT64 else 4
@@ -380,22 +408,23 @@ cdef void forward_item(const Call* call, Py_ssize_t item, char* block) noexcept 
     buffers.exponential = block + 64
     buffers.packed = buffers.exponential + 2 * buffers.pitch * width
     buffers.blocks = buffers.packed + FORWARD_SOURCES * buffers.pitch * width
-    buffers.stage = buffers.blocks + (FORWARD_SOURCES * BLOCK_ROWS * buffers.pitch * width if call.blocked else 0)
+    buffers.bias = buffers.blocks + (FORWARD_SOURCES * BLOCK_ROWS * buffers.pitch * width if call.blocked else 0)
+    buffers.stage = buffers.bias + (bias_bytes(call, width) if call.has_bias else 0)
     buffers.halves = buffers.stage + FORWARD_TARGETS * buffers.pitch * width
     buffers.carry = <lstmcell_carry*>(buffers.halves + buffers.pitch * width)
-    buffers.bias = call.scratch
+    buffers.first_column = first_column
+    if call.has_bias and call.storage == STORAGE_FLOAT64:
+        add_biases(<double>1, call, first_column, columns, <double*>buffers.bias)
+    elif call.has_bias:
+        add_biases(<float>1, call, first_column, columns, <float*>buffers.bias)
     if call.storage == STORAGE_FLOAT64:
         forward_piece(<double>1, <f64_row>NULL, call, &buffers, first_row, end_row, first_column, columns)
     else:
         forward_piece(<float>1, <f32_row>NULL, call, &buffers, first_row, end_row, first_column, columns)
 
 
-cdef enum:
-    GUARD_BYTES = 2048  # as far as processors read ahead of what is read
-
-
 cdef void plan_forward(Call* call) noexcept nogil:
-    """Cuts the work as `plan` does, into pieces of 2^piece_level runs; the biases' sum stands for the nodes."""
+    """Cuts the work as `plan` does, into pieces of 2^piece_level runs, without nodes."""
     cdef Py_ssize_t width = 8 if call.storage == STORAGE_FLOAT64 else 4
     cdef Py_ssize_t items = 1 if call.threads == 1 else 4 * call.threads
     cdef Py_ssize_t rows = RUN_ROWS
@@ -406,44 +435,19 @@ cdef void plan_forward(Call* call) noexcept nogil:
         rows *= 2
     call.pieces = (call.batch + rows - 1) // rows
     cut_strips(call)
-    # All threads read the biases' sum; what one of them writes all the time must not lie so near that the others'
-    # processors ask for it, too.
-    call.nodes_bytes = padded(2 * GATES * call.hidden * width) + GUARD_BYTES if call.has_bias else 0
+    call.nodes_bytes = 0
     call.thread_bytes = padded(64 + (3 + FORWARD_SOURCES + FORWARD_TARGETS) * pitch_of(call, width) * width
                                + RUN_ROWS * FORWARD_TARGETS * sizeof(lstmcell_carry))
     if call.blocked:
         call.thread_bytes += padded(FORWARD_SOURCES * BLOCK_ROWS * pitch_of(call, width) * width)
+    if call.has_bias:
+        call.thread_bytes += bias_bytes(call, width)
     call.scratch_bytes = call.nodes_bytes + call.threads * call.thread_bytes
-
-
-cdef void add_biases(real_t one, const Call* call,                                                           # IN
-                     real_t* total) noexcept nogil:                                                          # OUT
-    """The sum of the biases [GATES * hidden], and behind it what rounding added; a missing one is zeros."""
-    cdef Py_ssize_t lane = GATES * call.hidden
-    cdef real_t* second = total + lane
-    cdef real_t rounded
-    cdef Py_ssize_t j
-    # Adding -0 changes nothing, the sign of a zero included.
-    for j in range(lane):
-        total[j] = -<real_t>0
-        second[j] = -<real_t>0
-    if call.bias_source[0].data != NULL:
-        pack_row(one, &call.bias_source[0], call.storage, 0, 0, lane, total)
-    if call.bias_source[1].data != NULL:
-        pack_row(one, &call.bias_source[1], call.storage, 0, 0, lane, second)
-    for j in range(lane):
-        rounded = total[j] + second[j]
-        second[j] = excess(total[j], second[j], rounded)
-        total[j] = rounded
 
 
 cdef void run_forward(Call* call) noexcept nogil:
     """The whole call, as cut by `plan_forward`, in the scratch memory that the caller has provided."""
     cdef uint64_t before = fp_state_enter()
-    if call.has_bias and call.storage == STORAGE_FLOAT64:
-        add_biases(<double>1, call, <double*>call.scratch)
-    elif call.has_bias:
-        add_biases(<float>1, call, <float*>call.scratch)
     run_items(call, forward_item, NULL)
     fp_state_leave(before)
 

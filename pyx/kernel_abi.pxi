@@ -68,7 +68,7 @@ ctypedef struct Call:
     bint joined                   # every output row ends where the next begins, so that they can share lines
     Py_ssize_t pieces
     int piece_level               # no piece holds more than 2^piece_level leaves (forward: runs)
-    Py_ssize_t nodes_bytes        # the parts of the scratch memory: nodes (forward: the biases' sum), blocks of threads
+    Py_ssize_t nodes_bytes        # the parts of the scratch memory: nodes (forward: none), blocks of threads
     Py_ssize_t thread_bytes
     Py_ssize_t scratch_bytes
     # Scratch memory, 64-byte aligned, and what run() leaves at its start.

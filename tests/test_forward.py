@@ -607,6 +607,22 @@ class TestOverlap:
         inputs[3:] = biases[:84], biases[84:]
         assert_as_if_copied(inputs, (biases[40:124].reshape(4, 21), None, None), num_threads=number)
 
+    @pytest.mark.parametrize("shape", [(4, 21), (3, 600), (1, 9000)], ids=str)
+    @pytest.mark.parametrize("position", range(3))
+    def test_over_a_bias(self, dtype, number, shape, position):
+        """Also where some outputs are ready before all of the biases is read."""
+        shift = shape[1] // 6
+        for bias in (3, 4):
+            inputs = make_inputs(*shape, dtype, 26)
+            wanted = output_shapes(*shape)[position]
+            size = wanted[0] * wanted[1]
+            buffer = np.zeros(shift + max(4 * shape[1], size), dtype)
+            buffer[: 4 * shape[1]] = inputs[bias]
+            inputs[bias] = buffer[: 4 * shape[1]]
+            out = [None] * 3
+            out[position] = buffer[shift : shift + size].reshape(wanted)
+            assert_as_if_copied(inputs, out, num_threads=number)
+
     def test_one_array_is_several_inputs(self, dtype, number):
         inputs = make_inputs(40, 21, dtype, 27)
         inputs[1] = inputs[0]
