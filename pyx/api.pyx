@@ -139,6 +139,7 @@ def get_isa():
 cdef enum:
     # Elements (N * H) that one thread should have before a second one pays; measured, see benches/README.md.
     ELEMENTS_PER_THREAD = 16384
+    FORWARD_ELEMENTS_PER_THREAD = 8192      # of which each takes twice as long
 
 cdef Py_ssize_t threads_set = 0
 
@@ -193,12 +194,13 @@ def forked():
     return bool(lstmcell_forked)
 
 
-cpdef int choose_threads(Py_ssize_t wanted, Py_ssize_t batch, Py_ssize_t hidden, Py_ssize_t limit=0) except -1:
+cpdef int choose_threads(Py_ssize_t wanted, Py_ssize_t batch, Py_ssize_t hidden, Py_ssize_t limit=0,
+                         Py_ssize_t elements=ELEMENTS_PER_THREAD) except -1:
     """Threads for a call: as many as wanted, or if that is 0 as many as pay, up to a limit or the default."""
     cdef Py_ssize_t number
     if wanted > 0:
         return 1 if lstmcell_forked else <int>wanted
-    number = batch * hidden // ELEMENTS_PER_THREAD
+    number = batch * hidden // elements
     if number <= 1:
         return 1
     return <int>min(number, limit if limit > 0 else get_num_threads())
@@ -351,7 +353,7 @@ cdef int describe_forward(Call* call, ForwardArguments arguments, object hy, obj
     set_bias(&call.bias_source[0], arguments.input_bias)
     set_bias(&call.bias_source[1], arguments.hidden_bias)
     set_passage(call, FORWARD_SOURCES, FORWARD_TARGETS, <cnp.ndarray>arguments.cx)
-    call.threads = choose_threads(threads, call.batch, call.hidden)
+    call.threads = choose_threads(threads, call.batch, call.hidden, 0, FORWARD_ELEMENTS_PER_THREAD)
     kernel.plan_forward(call)
     return 0
 
