@@ -67,10 +67,10 @@ _array_of = Exchange(Tensor, _array_by_method).array_of
 _contiguous_like = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
 
 
-def _threads(cx: Tensor) -> int:
+def _threads(cx: Tensor, forward: bool) -> int:
     """Return the threads for a call: what the work pays for, up to PyTorch's number."""
     batch, hidden = cx.shape
-    return choose_threads(0, batch, hidden, torch.get_num_threads())
+    return choose_threads(0, batch, hidden, torch.get_num_threads(), forward)
 
 
 def _forward_on_cpu(
@@ -85,7 +85,7 @@ def _forward_on_cpu(
         None if hidden_bias is None else _array_of(hidden_bias),
         out=(_array_of(hy), _array_of(cy), _array_of(gates)),
         device="cpu",
-        num_threads=_threads(cx),
+        num_threads=_threads(cx, forward=True),
     )
     return results
 
@@ -132,7 +132,7 @@ def _run_backward(
         has_bias,
         out=out,
         device="cpu",
-        num_threads=_threads(cx),
+        num_threads=_threads(cx, forward=False),
     )
 
 

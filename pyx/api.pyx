@@ -195,12 +195,12 @@ def forked():
 
 
 cpdef int choose_threads(Py_ssize_t wanted, Py_ssize_t batch, Py_ssize_t hidden, Py_ssize_t limit=0,
-                         Py_ssize_t elements=ELEMENTS_PER_THREAD) except -1:
+                         bint forward=False) except -1:
     """Threads for a call: as many as wanted, or if that is 0 as many as pay, up to a limit or the default."""
     cdef Py_ssize_t number
     if wanted > 0:
         return 1 if lstmcell_forked else <int>wanted
-    number = batch * hidden // elements
+    number = batch * hidden // (FORWARD_ELEMENTS_PER_THREAD if forward else ELEMENTS_PER_THREAD)
     if number <= 1:
         return 1
     return <int>min(number, limit if limit > 0 else get_num_threads())
@@ -353,7 +353,7 @@ cdef int describe_forward(Call* call, ForwardArguments arguments, object hy, obj
     set_bias(&call.bias_source[0], arguments.input_bias)
     set_bias(&call.bias_source[1], arguments.hidden_bias)
     set_passage(call, FORWARD_SOURCES, FORWARD_TARGETS, <cnp.ndarray>arguments.cx)
-    call.threads = choose_threads(threads, call.batch, call.hidden, 0, FORWARD_ELEMENTS_PER_THREAD)
+    call.threads = choose_threads(threads, call.batch, call.hidden, forward=True)
     kernel.plan_forward(call)
     return 0
 
