@@ -391,6 +391,7 @@ cdef void add_biases(real_t one, const Call* call, Py_ssize_t first_column, Py_s
 
 
 cdef inline Py_ssize_t bias_bytes(const Call* call, Py_ssize_t width) noexcept nogil:
+    """Of a strip's sum of the biases, and what rounding added."""
     return padded(2 * GATES * call.strip * width)
 
 
