@@ -1316,14 +1316,14 @@ cdef Py_ssize_t fold_nodes(const Call* call, Py_ssize_t first, Py_ssize_t count,
     return number
 
 
-cdef void finish_part(const Call* call, Py_ssize_t number_of_part) noexcept nogil:
+cdef void finish_part(const Call* call, Py_ssize_t part) noexcept nogil:
     """One thread's part of the columns of the sums, from the pieces' nodes to the bias."""
     cdef bint pairs = call.storage == STORAGE_FLOAT64
     cdef Py_ssize_t lane = GATES * call.hidden
     cdef Py_ssize_t size = (1 + pairs) * lane
-    cdef Py_ssize_t part = (lane // call.threads + 64) & ~<Py_ssize_t>63
-    cdef Py_ssize_t first = min(number_of_part * part, lane)
-    cdef Py_ssize_t count = min(part, lane - first)
+    cdef Py_ssize_t share = (lane // call.threads + 64) & ~<Py_ssize_t>63
+    cdef Py_ssize_t first = min(part * share, lane)
+    cdef Py_ssize_t count = min(share, lane - first)
     cdef double* nodes = nodes_of(call)
     cdef double* node
     cdef Node kept[MOST_NODES]

@@ -63,7 +63,7 @@ ctypedef struct Call:
     int threads
     # How the work is cut; set by plan().
     Py_ssize_t tile               # columns of one tile
-    Py_ssize_t strip              # columns of one strip
+    Py_ssize_t strip              # columns of the widest strip, and so of each in the wide sums
     Py_ssize_t strips
     bint joined                   # every output row ends where the next begins, so that they can share lines
     Py_ssize_t pieces
